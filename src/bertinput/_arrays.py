@@ -1,0 +1,368 @@
+"""Arguments into ids, tables, result types and thread numbers, or into an error.
+
+Both fronts, the function and the layers, take their arguments through here, and every message
+that a caller can see is written here. Nothing is copied where the dtype allows it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bertinput._core import TYPE_NAMES, Norm, Stage, Table
+from bertinput.tables import BFloat16Table, QuantizedTable
+
+__all__ = [
+    "as_ids",
+    "as_norm",
+    "as_out",
+    "as_table",
+    "as_threads",
+    "result_type",
+]
+
+ResultType = tuple[int, np.dtype[Any]]
+
+_TYPES = {name: code for code, name in enumerate(TYPE_NAMES)}
+_BFLOAT16 = _TYPES["bfloat16"]
+_ROLES = ("token", "position", "segment")
+
+
+# ---- ids ----
+
+
+def as_ids(name: str, value: Any) -> NDArray[Any]:
+    """Ids as an array of integers; its number of dimensions is not judged here."""
+    array = value if type(value) is np.ndarray else _as_array(name, value)
+    if array.dtype.kind not in "iu":
+        if array.size == 0 and isinstance(value, list | tuple):
+            return array.astype(np.int64)  # [] and [[], []] are lists of no integers
+        _refuse_ids(name, value, array)
+    return array
+
+
+def _refuse_ids(name: str, value: Any, array: NDArray[Any]) -> NoReturn:
+    if not isinstance(value, np.ndarray) and array.dtype.kind in "Of":
+        # Python integers that no 64-bit integer holds make an array of objects or floats
+        objects = np.asarray(value, dtype=object)
+        items = objects.ravel().tolist()
+        if all(type(item) is int for item in items):
+            far = next(k for k, item in enumerate(items) if not -(2**63) <= item < 2**63)
+            where = _element(name, far, objects.shape)
+            raise IndexError(f"{where} is {items[far]}, far out of range for any table")
+    hint = ""
+    if array.dtype.kind == "f":
+        hint = "; round and cast them to integers first, if they are whole numbers"
+    elif array.dtype.kind == "b":
+        hint = "; was a mask passed?"
+    elif array.dtype.kind in "US":
+        hint = "; text must be tokenized first"
+    raise TypeError(f"{name} must be integers, not {_dtype_name(array.dtype)}{hint}")
+
+
+def _as_array(name: str, value: Any) -> NDArray[Any]:
+    """Any array-like as an array, without a copy where its protocol allows that."""
+    torch = _torch_of(value)
+    if torch is not None:
+        return _from_torch(name, value, torch)
+    if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
+        try:
+            return np.from_dlpack(value)
+        except (BufferError, RuntimeError) as error:
+            raise TypeError(f"{name} cannot be read in this process: {error}") from error
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"{name} is not rectangular: {error}") from error
+    except OverflowError as error:
+        raise IndexError(f"{name} holds an integer that is too large: {error}") from error
+
+
+def _torch_of(value: Any) -> Any:
+    """The torch module if `value` is one of its tensors; never imports it."""
+    torch = sys.modules.get("torch")
+    tensor = getattr(torch, "Tensor", None)
+    return torch if tensor is not None and isinstance(value, tensor) else None
+
+
+def _from_torch(name: str, tensor: Any, torch: Any) -> NDArray[Any]:
+    if tensor.device.type != "cpu":
+        raise TypeError(f"{name} is a tensor on {tensor.device}; pass {name}.cpu()")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} is a tensor of layout {tensor.layout}; it must be dense")
+    tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        raise TypeError(f"{name} must be integers, not bfloat16")
+    array: NDArray[Any] = tensor.numpy()
+    return array
+
+
+# ---- tables ----
+
+# NumPy's number of a dtype, whatever its byte order, to ours; bfloat16's is learnt when first met
+_TABLE_TYPES = {np.dtype(name).num: _TYPES[name] for name in ("float64", "float32", "float16")}
+
+
+def as_table(name: str, value: Any) -> Table:
+    """A table, of any shape: what the shapes must be, they must be together."""
+    if type(value) is np.ndarray:
+        known = _TABLE_TYPES.get(value.dtype.num)
+        if known is not None:
+            return Table(value, known)
+    array, code = _rows_of(name, value)
+    if not isinstance(value, QuantizedTable):
+        return Table(array, code)
+    zero_point = value.zero_point
+    if zero_point is not None:
+        zero_point = np.atleast_1d(zero_point).astype(np.int32)
+    return Table(array, code, np.atleast_1d(value.scale), zero_point)
+
+
+def _rows_of(name: str, value: Any) -> tuple[NDArray[Any], int]:
+    """A table's array and the code of its type."""
+    if isinstance(value, QuantizedTable):
+        return value.values, _TYPES[value.values.dtype.name]
+    if isinstance(value, BFloat16Table):
+        return value.bits, _BFLOAT16
+    if isinstance(value, np.ndarray):
+        array = np.asarray(value)
+    else:
+        torch = _torch_of(value)
+        if torch is not None and value.dtype is torch.bfloat16:
+            return _from_torch(name, value.detach().view(torch.int16), torch), _BFLOAT16
+        array = _as_array(name, value)
+        if isinstance(value, list | tuple) and (
+            array.dtype.kind in "iu" or array.dtype in (np.float16, np.float32) or array.size == 0
+        ):
+            array = array.astype(np.float64)
+    if array.dtype.kind in "iu":
+        array = array.astype(np.float64)
+    code = _TABLE_TYPES.get(array.dtype.num)
+    if code is None and array.dtype.name == "bfloat16":
+        code = _TABLE_TYPES[array.dtype.num] = _BFLOAT16
+    if code is None:
+        raise TypeError(
+            f"{name} must be float64, float32, float16, bfloat16 or integers, "
+            f"not {_dtype_name(array.dtype)}"
+        )
+    return array, code
+
+
+def readable(array: NDArray[Any]) -> NDArray[Any]:
+    """A copy of a table in the layout that the kernels read."""
+    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+
+
+def unfit_tables(stage: Stage) -> ValueError:
+    """What is wrong with the tables' shapes, and whether one transposed table explains it."""
+    shapes = {
+        f"{role}_embeddings": table.values.shape
+        for role, table in zip(_ROLES, (stage.token, stage.position, stage.segment), strict=True)
+        if table is not None
+    }
+    for name, shape in shapes.items():
+        if len(shape) != 2:
+            return ValueError(f"{name} must be 2-D, (rows, width), not of shape {shape}")
+        if shape[1] == 0:
+            return ValueError(f"{name} has rows of width 0; its shape is {shape}")
+    widths = {shape[1] for shape in shapes.values()}
+    if len(widths) == 1:
+        return ValueError(f"segment_embeddings has no rows; its shape is (0, {widths.pop()})")
+    hint = ""
+    for name, shape in shapes.items():
+        if {other[1] for key, other in shapes.items() if key != name} == {shape[0]}:
+            hint = f"; is {name} transposed?"
+    listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    return ValueError(f"tables must have one width (second axis): {listed}{hint}")
+
+
+# ---- LayerNorm ----
+
+
+def as_norm(weight: Any, bias: Any, eps: Any, width: int) -> Norm:
+    """LayerNorm's parameters, copied in both types of computation."""
+    if isinstance(eps, bool) or not isinstance(eps, int | float | np.floating | np.integer):
+        raise TypeError(f"layer_norm's eps must be a number, not {type(eps).__name__}")
+    if not 0 <= float(eps) < np.inf:
+        raise ValueError(f"layer_norm's eps must be finite and not negative, not {eps}")
+    vectors: list[NDArray[Any] | None] = []
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is None:
+            if name == "weight":
+                raise TypeError("layer_norm's weight is None; pass ones")
+            vectors.append(None)
+            continue
+        array, code = _rows_of(f"layer_norm's {name}", value)
+        if array.shape != (width,):
+            raise ValueError(
+                f"layer_norm's {name} must have shape ({width},), as wide as the tables, "
+                f"not {array.shape}"
+            )
+        if code == _BFLOAT16:
+            array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        vectors.append(array)
+    scale, shift = vectors
+    assert scale is not None
+    return Norm(
+        np.array(scale, dtype=np.float32, order="C"),
+        None if shift is None else np.array(shift, dtype=np.float32, order="C"),
+        np.array(scale, dtype=np.float64, order="C"),
+        None if shift is None else np.array(shift, dtype=np.float64, order="C"),
+        float(eps),
+    )
+
+
+# ---- results ----
+
+_RESULTS: dict[Any, ResultType] = {}
+for _name in ("float64", "float32", "float16"):
+    _RESULTS[_name] = _RESULTS[getattr(np, _name)] = _RESULTS[np.dtype(_name)] = (
+        _TYPES[_name],
+        np.dtype(_name),
+    )
+
+
+def result_type(dtype: Any) -> ResultType:
+    """A result's dtype as its code and NumPy's object for it."""
+    try:
+        return _RESULTS[dtype]
+    except (KeyError, TypeError):
+        pass
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        return _TYPES["bfloat16"], bfloat16_dtype("a bfloat16 result")
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or dtype is None or found.name not in TYPE_NAMES[: _BFLOAT16 + 1]:
+        named = getattr(dtype, "__name__", dtype) if found is None else _dtype_name(found)
+        raise TypeError(f"dtype must be float64, float32, float16 or bfloat16, not {named}")
+    if not found.isnative:
+        raise TypeError(f"dtype must be of this machine's byte order, not {found.str}")
+    return _TYPES[found.name], found
+
+
+def bfloat16_dtype(purpose: str) -> np.dtype[Any]:
+    """NumPy's bfloat16, from ``ml_dtypes``; `purpose` says in an error what needs it."""
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ImportError(
+            f"{purpose} needs ml_dtypes, which teaches NumPy bfloat16: "
+            "pip install 'bertinput[bfloat16]'"
+        ) from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def as_out(out: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """The caller's array for the result, checked for type."""
+    if out is None:
+        return None
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out must be a numpy.ndarray, not {type(out).__name__}")
+    if out.dtype != dtype:
+        raise TypeError(
+            f"out has dtype {_dtype_name(out.dtype)}, but the result is {_dtype_name(dtype)}; "
+            "pass dtype= to match it"
+        )
+    return out
+
+
+def as_threads(num_threads: Any) -> int:
+    """The number of threads, 0 where the choice is left to the package."""
+    if num_threads is None:
+        return 0
+    if isinstance(num_threads, bool | np.bool_) or not hasattr(num_threads, "__index__"):
+        kind = type(num_threads).__name__
+        raise TypeError(f"num_threads must be an integer or None, not {kind}")
+    number = int(num_threads.__index__())
+    if number < 1:
+        raise ValueError(f"num_threads must be at least 1, not {number}")
+    return min(number, 1 << 16)
+
+
+# ---- what the core finds wrong, in words ----
+
+
+def no_dimensions(name: str) -> ValueError:
+    return ValueError(f"{name} is 0-D; ids have shape (S,), (B, S) or (..., S)")
+
+
+def no_broadcast(name: str, ids: NDArray[Any], token_ids: NDArray[Any]) -> ValueError:
+    if ids.ndim == 0:
+        return no_dimensions(name)
+    hint = ""
+    if ids.ndim == 2 and ids.shape[::-1] == token_ids.shape:
+        hint = "; transposed?"
+    return ValueError(
+        f"{name} of shape {ids.shape} does not broadcast to token_ids' shape "
+        f"{token_ids.shape}{hint}"
+    )
+
+
+def unfit_out(out: NDArray[Any], token_ids: NDArray[Any], width: int) -> ValueError:
+    shape = (*token_ids.shape, width)
+    if out.shape != shape:
+        return ValueError(f"out has shape {out.shape}, but the result's is {shape}")
+    if not out.flags.c_contiguous:
+        return ValueError(f"out must be C-contiguous; its strides are {out.strides}")
+    return ValueError("out is read-only")
+
+
+def overlapping_out(name: str) -> ValueError:
+    return ValueError(f"out overlaps {name} in memory")
+
+
+def too_long(token_ids: NDArray[Any], rows: int) -> ValueError:
+    return ValueError(
+        f"token_ids holds sequences of {token_ids.shape[-1]} tokens, but position_embeddings has "
+        f"{rows} rows; truncate the sequences, or pass position_ids"
+    )
+
+
+def out_of_range(
+    role: str, ids: NDArray[Any], place: int, value: int, rows: int
+) -> IndexError:
+    if value < 0 and ids.dtype.kind == "u":
+        value += 2**64
+    where = _element(f"{role}_ids", place, ids.shape)
+    if value < 0:
+        cause = "negative ids never wrap"
+    elif role == "segment":
+        cause = "was an attention mask passed as segment_ids?" if rows == 1 and value == 1 else (
+            "the table's rows are the segments that the model knows"
+        )
+    elif role == "position":
+        cause = "the sequence runs past the position table"
+    elif value == rows:
+        cause = "was a token added to the vocabulary without a row for it?"
+    else:
+        cause = "do the ids come from this model's own tokenizer?"
+    span = f"0 to {rows - 1}" if rows else "none"
+    return IndexError(
+        f"{where} is {value}, out of range for {role}_embeddings with {rows} rows "
+        f"(valid: {span}); {cause}"
+    )
+
+
+def changed_meanwhile(role: str) -> IndexError:
+    return IndexError(
+        f"{role}_ids went out of range during the call: another thread wrote to them; "
+        "the result is incomplete"
+    )
+
+
+def _element(name: str, place: int, shape: tuple[int, ...]) -> str:
+    index = ", ".join(str(int(k)) for k in np.unravel_index(place, shape))
+    return f"{name}[{index}]"
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    if dtype.kind == "O":
+        return "object"
+    if dtype.kind in "US":
+        return "str" if dtype.kind == "U" else "bytes"
+    return dtype.name if dtype.isnative else f"byte-swapped {dtype.name}"

@@ -1,0 +1,682 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+# cython: initializedcheck=False, embedsignature=False
+"""The compiled core: gather rows, add them, normalise them, round them once.
+
+What is kept between calls (LayerNorm's weight and bias, the scales of quantized tables) is held
+in typed memoryviews. Table rows are read through a pointer and a row stride instead: rows may be
+float16, bfloat16 or misaligned, for which no typed memoryview exists. Ids are read a chunk at a
+time into a local buffer, and the value that was checked is the value that is used; so an array
+that another thread rewrites meanwhile can spoil the values of a call, but never its memory.
+
+Python decides: arguments come in here checked for type (`_arrays`). Python explains too: what is
+found wrong here is put into words there.
+"""
+
+cimport numpy as cnp
+from cpython.ref cimport Py_INCREF
+from cython.parallel cimport prange
+from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdlib cimport free, getenv, malloc
+from libc.string cimport strcmp
+
+cnp.import_array()
+
+
+cdef extern from "numpy/arrayobject.h":
+    object PyArray_Empty(int dims, const cnp.npy_intp *shape, cnp.dtype dtype, int fortran)
+
+cdef extern from "_rows.h" nogil:
+    enum:
+        BI_F64
+        BI_F32
+        BI_F16
+        BI_BF16
+        BI_I8
+        BI_U8
+        BI_TABLE_TYPES
+        BI_RESULT_TYPES
+        BI_MAX_TERMS
+        BI_ISAS
+    ctypedef struct bi_row:
+        const char *at
+        float scale
+        int32_t zero
+    ctypedef void (*bi_fold)(void *, const bi_row *, int64_t) noexcept nogil
+    ctypedef void (*bi_norm)(
+        const void *, int64_t, const void *, const void *, double, void *) noexcept nogil
+    ctypedef void (*bi_round)(const void *, void *, int64_t) noexcept nogil
+    ctypedef struct bi_kernels:
+        bi_fold fold[3][6]
+        bi_fold add[6]
+        bi_norm norm
+        bi_round round[4]
+    const char *bi_isa_names[3]
+    bint bi_isa_built(int isa)
+    bint bi_isa_runs_here(int isa)
+    const bi_kernels *bi_kernels_for(int isa, bint wide)
+
+cdef extern from "_ids.h" nogil:
+    enum:
+        BI_MAX_DIMS
+    ctypedef struct bi_ids:
+        const char *data
+        int dims
+        int itemsize
+        int is_signed
+        int swapped
+        int64_t shape[64]
+        int64_t stride[64]
+    void bi_read_ids(
+        const bi_ids *source, const char *at, int64_t stride, int64_t count, int64_t *ids)
+    int64_t bi_first_outside(const int64_t *ids, int64_t count, int64_t rows)
+
+cdef extern from "_threads.h" nogil:
+    int BI_OPENMP
+    bint bi_forked
+    int bi_watch_forks()
+    int omp_get_max_threads()
+
+cdef extern from *:
+    """
+    #if defined(__clang__)
+    #define BI_COMPILER "Clang " __clang_version__
+    #elif defined(__GNUC__)
+    #define BI_COMPILER "GCC " __VERSION__
+    #elif defined(_MSC_VER)
+    #define BI_TEXT_(x) #x
+    #define BI_TEXT(x) BI_TEXT_(x)
+    #define BI_COMPILER "MSVC " BI_TEXT(_MSC_VER)
+    #else
+    #define BI_COMPILER "unknown"
+    #endif
+    """
+    const char *BI_COMPILER
+    const unsigned int CYTHON_HEX_VERSION
+
+
+# Which ids index a table.
+cdef enum:
+    TOKEN
+    POSITION
+    SEGMENT
+    ROLES
+
+ROLE_NAMES = ("token", "position", "segment")
+TYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8")
+
+# Tokens whose ids are decoded and checked at a time: three buffers of int64 stay far below L1.
+# No more shares than MAX_PARTS: their states lie on the stack.
+cdef enum:
+    CHUNK = 128
+    MAX_PARTS = 64
+
+# Below this many elements of result a call keeps the GIL: releasing it costs about 50 ns when
+# nobody waits, and a wait for it when somebody does, against at most about 10 us of work.
+cdef enum:
+    GIL_ELEMENTS = 32768
+# The least work for which a second thread pays, and the least share of each thread.
+cdef enum:
+    TEAM_ELEMENTS = 1048576
+    SHARE_ELEMENTS = 262144
+
+
+cdef class Table:
+    """One table: where its rows lie and how they are decoded.
+
+    `values` is an array of shape (rows, width) of the type that `type`, a place in TYPE_NAMES,
+    says (bfloat16 may come as uint16). Contiguous rows of this machine's byte order are read
+    where they lie, whatever their stride and alignment; other layouts are copied, once.
+    """
+
+    cdef readonly cnp.ndarray values
+    cdef readonly int type
+    cdef const char *data
+    cdef int64_t rows, width, stride
+    cdef const float[::1] scale
+    cdef const int32_t[::1] zero_point
+
+    def __cinit__(self, cnp.ndarray values not None, int type,
+                  const float[::1] scale=None, const int32_t[::1] zero_point=None):
+        self.type = type
+        self.scale = scale
+        self.zero_point = zero_point
+        self.width = -1  # not a table, which only Stage can say in full
+        if cnp.PyArray_NDIM(values) == 2:
+            if cnp.PyArray_ISBYTESWAPPED(values) or (
+                    cnp.PyArray_DIM(values, 1) > 1
+                    and cnp.PyArray_STRIDE(values, 1) != cnp.PyArray_ITEMSIZE(values)):
+                values = explain().readable(values)
+            self.data = <const char *> cnp.PyArray_DATA(values)
+            self.rows = cnp.PyArray_DIM(values, 0)
+            self.width = cnp.PyArray_DIM(values, 1)
+            self.stride = cnp.PyArray_STRIDE(values, 0)
+        self.values = values
+
+
+cdef class Norm:
+    """LayerNorm's weight, bias (perhaps None) and eps, in both types of computation."""
+
+    cdef const float[::1] weight32
+    cdef const float[::1] bias32
+    cdef const double[::1] weight64
+    cdef const double[::1] bias64
+    cdef readonly double eps
+
+    def __cinit__(self, const float[::1] weight32 not None, const float[::1] bias32,
+                  const double[::1] weight64 not None, const double[::1] bias64, double eps):
+        self.weight32 = weight32
+        self.bias32 = bias32
+        self.weight64 = weight64
+        self.bias64 = bias64
+        self.eps = eps
+
+
+# One call, ready to run: nothing in it needs Python.
+cdef struct Term:
+    const char *data
+    int64_t rows
+    int64_t stride
+    const float *scale
+    int64_t scale_step
+    const int32_t *zero
+    int64_t zero_step
+    int role
+    bi_fold fold        # sets (first term) or adds (the others), where the table types differ
+
+cdef struct Job:
+    Term term[3]
+    int terms
+    bi_fold fold        # the whole sum at once, where the table types are one
+    int64_t width
+    int64_t row_bytes   # of the computation's type
+    int64_t out_bytes   # of a row of the result
+    char *out
+    bi_norm norm
+    const void *weight
+    const void *bias
+    double eps
+    bi_round round
+    # Ids: NULL stands for 0 (segments) or the place in the last axis (positions).
+    const bi_ids *ids[3]
+    int64_t limit[3]
+    # Tokens: leading axes, merged where all ids allow it, and the last one.
+    int leads
+    int64_t lead_shape[64]
+    int64_t lead_stride[3][64]
+    int64_t last
+    int64_t last_stride[3]
+    bint counted        # positions count along the last axis
+    char *scratch
+    int64_t scratch_bytes
+    int64_t tokens
+
+
+cdef inline int64_t smaller(int64_t a, int64_t b) noexcept nogil:
+    return a if a < b else b
+
+
+cdef int run_range(const Job *job, int64_t start, int64_t stop, char *scratch) noexcept nogil:
+    """Compute tokens start..stop-1 (in C order); 0, or 1 + the role whose id went out of range."""
+    cdef int64_t ids[3][CHUNK]
+    cdef bi_row row[3]
+    cdef const char *at[3]
+    cdef const Term *term
+    cdef char *out = job.out + start * job.out_bytes
+    cdef char *acc
+    cdef char *normed = scratch + job.row_bytes
+    cdef int64_t lead, rest, place, count, i, k
+    cdef int role, axis
+    cdef bint in_place = job.norm == NULL and job.round == NULL
+    while start < stop:
+        lead = start // job.last
+        place = start - lead * job.last
+        for role in range(ROLES):
+            if job.ids[role] != NULL:
+                at[role] = job.ids[role].data
+        for axis in range(job.leads - 1, -1, -1):
+            rest = lead // job.lead_shape[axis]
+            for role in range(ROLES):
+                if job.ids[role] != NULL:
+                    at[role] += (lead - rest * job.lead_shape[axis]) * job.lead_stride[role][axis]
+            lead = rest
+        while place < job.last and start < stop:
+            count = smaller(CHUNK, smaller(job.last - place, stop - start))
+            for role in range(ROLES):
+                if job.ids[role] != NULL:
+                    bi_read_ids(job.ids[role], at[role] + place * job.last_stride[role],
+                                job.last_stride[role], count, ids[role])
+                    if bi_first_outside(ids[role], count, job.limit[role]) >= 0:
+                        return 1 + role
+                elif role == POSITION and job.counted:
+                    for i in range(count):
+                        ids[role][i] = place + i
+                else:
+                    for i in range(count):
+                        ids[role][i] = 0
+            for i in range(count):
+                for k in range(job.terms):
+                    term = &job.term[k]
+                    row[k].at = term.data + ids[term.role][i] * term.stride
+                    if term.scale != NULL:
+                        row[k].scale = term.scale[ids[term.role][i] * term.scale_step]
+                        row[k].zero = 0
+                        if term.zero != NULL:
+                            row[k].zero = term.zero[ids[term.role][i] * term.zero_step]
+                acc = out if in_place else scratch
+                if job.fold != NULL:
+                    job.fold(acc, row, job.width)
+                else:
+                    for k in range(job.terms):
+                        job.term[k].fold(acc, row + k, job.width)
+                if job.norm != NULL:
+                    if job.round == NULL:
+                        job.norm(acc, job.width, job.weight, job.bias, job.eps, out)
+                    else:
+                        job.norm(acc, job.width, job.weight, job.bias, job.eps, normed)
+                        job.round(normed, out, job.width)
+                elif job.round != NULL:
+                    job.round(acc, out, job.width)
+                out += job.out_bytes
+            place += count
+            start += count
+    return 0
+
+
+cdef int run_part(const Job *job, int part, int parts) noexcept nogil:
+    """Compute one of `parts` shares of the tokens."""
+    cdef int64_t share = job.tokens // parts
+    cdef int64_t spare = job.tokens % parts
+    return run_range(job, share * part + smaller(part, spare),
+                     share * (part + 1) + smaller(part + 1, spare),
+                     job.scratch + part * job.scratch_bytes)
+
+
+cdef int run_parts(const Job *job, int parts, int threads) noexcept nogil:
+    """Compute all shares on at most `threads` threads; one thread enters no parallel region."""
+    cdef int failed[MAX_PARTS]
+    cdef int part
+    if threads == 1:
+        for part in range(parts):
+            failed[part] = run_part(job, part, parts)
+    else:
+        for part in prange(parts, num_threads=threads, schedule="static"):
+            failed[part] = run_part(job, part, parts)
+    for part in range(parts):
+        if failed[part]:
+            return failed[part]
+    return 0
+
+
+cdef int64_t find_outside(const bi_ids *ids, int64_t rows, int64_t *value) noexcept nogil:
+    """Place in C order of the first id outside 0..rows-1, or -1; the id itself in `value`."""
+    cdef int64_t buffer[CHUNK]
+    cdef int64_t index[64]
+    cdef int axis
+    cdef int last = ids.dims - 1
+    cdef const char *at = ids.data
+    cdef int64_t done = 0, place, count, outside
+    for axis in range(last):
+        index[axis] = 0
+    while True:
+        place = 0
+        while place < ids.shape[last]:
+            count = smaller(CHUNK, ids.shape[last] - place)
+            bi_read_ids(ids, at + place * ids.stride[last], ids.stride[last], count, buffer)
+            outside = bi_first_outside(buffer, count, rows)
+            if outside >= 0:
+                value[0] = buffer[outside]
+                return done + place + outside
+            place += count
+        done += ids.shape[last]
+        axis = last - 1
+        while axis >= 0:
+            index[axis] += 1
+            at += ids.stride[axis]
+            if index[axis] < ids.shape[axis]:
+                break
+            at -= ids.stride[axis] * ids.shape[axis]
+            index[axis] = 0
+            axis -= 1
+        if axis < 0:
+            return -1
+
+
+cdef void describe_ids(bi_ids *ids, cnp.ndarray array) noexcept:
+    cdef int axis
+    ids.data = <const char *> cnp.PyArray_DATA(array)
+    ids.dims = cnp.PyArray_NDIM(array)
+    ids.itemsize = <int> cnp.PyArray_ITEMSIZE(array)
+    ids.is_signed = cnp.PyArray_ISSIGNED(array)
+    ids.swapped = cnp.PyArray_ISBYTESWAPPED(array)
+    for axis in range(ids.dims):
+        ids.shape[axis] = cnp.PyArray_DIM(array, axis)
+        ids.stride[axis] = cnp.PyArray_STRIDE(array, axis)
+
+
+cdef bint broadcasts(const bi_ids *ids, const bi_ids *token) noexcept:
+    cdef int axis
+    cdef int shift = token.dims - ids.dims
+    if ids.dims == 0 or shift < 0:
+        return False
+    for axis in range(ids.dims):
+        if ids.shape[axis] != 1 and ids.shape[axis] != token.shape[axis + shift]:
+            return False
+    return True
+
+
+cdef void lay_out_tokens(Job *job) noexcept:
+    """Strides of all ids over the tokens' shape; axes that lie end to end for all are merged."""
+    cdef const bi_ids *token = job.ids[TOKEN]
+    cdef int64_t shape[64]
+    cdef int64_t stride[3][64]
+    cdef int axis, own, role, dims = 0, keep
+    cdef bint end_to_end
+    # the last axis stays on its own where positions count along it
+    job.counted = token.shape[token.dims - 1] > 1 and job.ids[POSITION] == NULL
+    for axis in range(token.dims):
+        if token.shape[axis] == 1 and axis < token.dims - 1:
+            continue
+        for role in range(ROLES):
+            stride[role][dims] = 0
+            if job.ids[role] != NULL:
+                own = axis - token.dims + job.ids[role].dims
+                if own >= 0 and job.ids[role].shape[own] != 1:
+                    stride[role][dims] = job.ids[role].stride[own]
+        shape[dims] = token.shape[axis]
+        keep = job.counted and axis == token.dims - 1
+        end_to_end = dims > 0 and not keep
+        if end_to_end:
+            for role in range(ROLES):
+                if stride[role][dims - 1] != stride[role][dims] * shape[dims]:
+                    end_to_end = False
+        if end_to_end:
+            shape[dims - 1] *= shape[dims]
+            for role in range(ROLES):
+                stride[role][dims - 1] = stride[role][dims]
+        else:
+            dims += 1
+    job.leads = dims - 1
+    job.last = shape[dims - 1]
+    for role in range(ROLES):
+        job.last_stride[role] = stride[role][dims - 1]
+        for axis in range(job.leads):
+            job.lead_stride[role][axis] = stride[role][axis]
+    for axis in range(job.leads):
+        job.lead_shape[axis] = shape[axis]
+
+
+cdef bint overlap(cnp.ndarray a, cnp.ndarray b) noexcept:
+    """Whether the smallest memory ranges that hold the two arrays meet."""
+    cdef size_t low[2]
+    cdef size_t high[2]
+    cdef cnp.ndarray array
+    cdef int64_t reach
+    cdef int side, axis
+    for side in range(2):
+        array = a if side == 0 else b
+        if cnp.PyArray_SIZE(array) == 0:
+            return False
+        low[side] = high[side] = <size_t> cnp.PyArray_DATA(array)
+        for axis in range(cnp.PyArray_NDIM(array)):
+            reach = (cnp.PyArray_DIM(array, axis) - 1) * cnp.PyArray_STRIDE(array, axis)
+            if reach < 0:
+                low[side] += reach
+            else:
+                high[side] += reach
+        high[side] += <size_t> cnp.PyArray_ITEMSIZE(array)
+    return low[0] < high[1] and low[1] < high[0]
+
+
+cdef class Stage:
+    """The prepared stage: up to three tables of one width, and perhaps a LayerNorm.
+
+    `order` names the roles that have a table, in the order in which their rows are added.
+    """
+
+    cdef readonly Table token
+    cdef readonly Table position
+    cdef readonly Table segment
+    cdef readonly Norm norm
+    cdef Term term[3]
+    cdef int types[3]
+    cdef int terms
+    cdef bint wide
+    cdef readonly int64_t width
+
+    def __cinit__(self, Table token not None, Table position, Table segment, tuple order not None,
+                  Norm norm=None):
+        cdef Table table
+        cdef Term *term
+        cdef int role
+        self.token = token
+        self.position = position
+        self.segment = segment
+        self.norm = norm
+        self.width = token.width
+        for role in order:
+            table = self.table(role)
+            if table.width != self.width or self.width <= 0 or (
+                    role == SEGMENT and table.rows == 0):
+                raise explain().unfit_tables(self)
+            term = &self.term[self.terms]
+            term.data = table.data
+            term.rows = table.rows
+            term.stride = table.stride
+            term.role = role
+            if table.scale is not None:
+                term.scale = &table.scale[0]
+                term.scale_step = table.scale.shape[0] > 1
+            if table.zero_point is not None:
+                term.zero = &table.zero_point[0]
+                term.zero_step = table.zero_point.shape[0] > 1
+            self.types[self.terms] = table.type
+            self.wide |= table.type == BI_F64
+            self.terms += 1
+
+    cdef Table table(self, int role):
+        return self.token if role == TOKEN else self.position if role == POSITION else self.segment
+
+    def run(self, cnp.ndarray token_ids not None, cnp.ndarray segment_ids,
+            cnp.ndarray position_ids, int result_type, cnp.dtype result_dtype not None,
+            cnp.ndarray out, int num_threads, bint normalize):
+        """Compute the stage for arrays of integers of any type and layout.
+
+        `num_threads` 0 leaves the choice to the size of the work. Errors come before anything
+        is written, in this order: shapes, lengths, then ids by role.
+        """
+        cdef Job job
+        cdef bi_ids ids[3]
+        cdef const bi_kernels *kernels
+        cdef cnp.npy_intp shape[65]
+        cdef int64_t outside, value = 0, elements
+        cdef int role, k, axis, parts, threads, failed
+        cdef bint wide = self.wide or result_type == BI_F64
+        cdef Table table
+        cdef cnp.ndarray array
+
+        # Shapes.
+        describe_ids(&ids[TOKEN], token_ids)
+        if ids[TOKEN].dims == 0:
+            raise explain().no_dimensions("token_ids")
+        job.ids[TOKEN] = &ids[TOKEN]
+        job.ids[POSITION] = describe_along(&ids[POSITION], position_ids, &ids[TOKEN])
+        job.ids[SEGMENT] = describe_along(&ids[SEGMENT], segment_ids, &ids[TOKEN])
+        if position_ids is not None and job.ids[POSITION] == NULL:
+            raise explain().no_broadcast("position_ids", position_ids, token_ids)
+        if segment_ids is not None and job.ids[SEGMENT] == NULL:
+            raise explain().no_broadcast("segment_ids", segment_ids, token_ids)
+        for axis in range(ids[TOKEN].dims):
+            shape[axis] = ids[TOKEN].shape[axis]
+        shape[ids[TOKEN].dims] = self.width
+        if out is not None and not fits(out, shape, ids[TOKEN].dims + 1):
+            raise explain().unfit_out(out, token_ids, self.width)
+        job.tokens = cnp.PyArray_SIZE(token_ids)
+
+        # Lengths.
+        for role in range(ROLES):
+            job.limit[role] = -1
+        for k in range(self.terms):
+            job.limit[self.term[k].role] = self.term[k].rows
+        if (job.limit[POSITION] >= 0 and job.ids[POSITION] == NULL and job.tokens
+                and ids[TOKEN].shape[ids[TOKEN].dims - 1] > job.limit[POSITION]):
+            raise explain().too_long(token_ids, job.limit[POSITION])
+
+        # The result.
+        if out is None:
+            Py_INCREF(result_dtype)  # PyArray_Empty keeps this reference
+            out = PyArray_Empty(ids[TOKEN].dims + 1, shape, result_dtype, 0)
+        else:
+            for role in range(ROLES):
+                table = self.table(role)
+                array = (token_ids if role == TOKEN else
+                         position_ids if role == POSITION else segment_ids)
+                if array is not None and overlap(out, array):
+                    raise explain().overlapping_out(f"{ROLE_NAMES[role]}_ids")
+                if table is not None and overlap(out, table.values):
+                    raise explain().overlapping_out(f"{ROLE_NAMES[role]}_embeddings")
+        if job.tokens == 0:
+            return out  # nothing is looked up, so nothing can be out of range
+        elements = job.tokens * self.width
+
+        # Ids.
+        for role in range(ROLES):
+            if job.limit[role] < 0:
+                job.ids[role] = NULL
+            if job.ids[role] == NULL:
+                continue
+            if elements >= GIL_ELEMENTS:
+                with nogil:
+                    outside = find_outside(job.ids[role], job.limit[role], &value)
+            else:
+                outside = find_outside(job.ids[role], job.limit[role], &value)
+            if outside >= 0:
+                raise explain().out_of_range(
+                    ROLE_NAMES[role], (token_ids, position_ids, segment_ids)[role], outside,
+                    value, job.limit[role])
+
+        # The work, and who shares it.
+        lay_out_tokens(&job)
+        kernels = bi_kernels_for(chosen_isa, wide)
+        for k in range(self.terms):
+            job.term[k] = self.term[k]
+            job.term[k].fold = kernels.add[self.types[k]] if k else kernels.fold[0][self.types[k]]
+        job.terms = self.terms
+        job.fold = kernels.fold[self.terms - 1][self.types[0]]
+        for k in range(1, self.terms):
+            if self.types[k] != self.types[0]:
+                job.fold = NULL
+        job.norm = NULL
+        if normalize and self.norm is not None:
+            job.norm = kernels.norm
+            job.eps = self.norm.eps
+            job.bias = NULL
+            if wide:
+                job.weight = &self.norm.weight64[0]
+                if self.norm.bias64 is not None:
+                    job.bias = &self.norm.bias64[0]
+            else:
+                job.weight = &self.norm.weight32[0]
+                if self.norm.bias32 is not None:
+                    job.bias = &self.norm.bias32[0]
+        job.round = kernels.round[result_type]
+        job.width = self.width
+        job.row_bytes = (self.width * (8 if wide else 4) + 63) // 64 * 64
+        job.out_bytes = self.width * cnp.PyArray_ITEMSIZE(out)
+        job.out = <char *> cnp.PyArray_DATA(out)
+        parts = <int> smaller(smaller(num_threads if num_threads > 0 else 1, MAX_PARTS), job.tokens)
+        threads = 1
+        if BI_OPENMP and not bi_forked and num_threads != 1 and elements >= TEAM_ELEMENTS:
+            threads = <int> smaller(available_cpus(num_threads), elements // SHARE_ELEMENTS)
+            threads = <int> smaller(smaller(threads, MAX_PARTS), job.tokens)
+            if num_threads == 0:
+                parts = threads
+        job.scratch = NULL
+        job.scratch_bytes = 2 * job.row_bytes
+        if job.norm != NULL or job.round != NULL:
+            job.scratch = <char *> malloc(parts * job.scratch_bytes)
+            if job.scratch == NULL:
+                raise MemoryError(f"no memory for {parts} rows of work space")
+        if elements >= GIL_ELEMENTS:
+            with nogil:
+                failed = run_parts(&job, parts, threads)
+        else:
+            failed = run_parts(&job, parts, threads)
+        free(job.scratch)
+        if failed:
+            raise explain().changed_meanwhile(ROLE_NAMES[failed - 1])
+        return out
+
+
+cdef object explain():
+    """The module that puts errors into words; imported here, since it imports this one."""
+    from bertinput import _arrays
+    return _arrays
+
+
+cdef int64_t available_cpus(int num_threads) except -1:
+    """CPUs for a call that asked for `num_threads` (0: for no number)."""
+    from bertinput import _threads
+    if num_threads:
+        return smaller(num_threads, _threads.affinity())
+    return smaller(_threads.available(), omp_get_max_threads())
+
+
+cdef const bi_ids *describe_along(bi_ids *ids, cnp.ndarray array, const bi_ids *token) noexcept:
+    """Describe ids that accompany the token ids; NULL where absent or of another shape."""
+    if array is None:
+        return NULL
+    describe_ids(ids, array)
+    return ids if broadcasts(ids, token) else NULL
+
+
+cdef bint fits(cnp.ndarray out, const cnp.npy_intp *shape, int dims) noexcept:
+    """Whether `out` may be written as a C-contiguous array of this shape."""
+    cdef int axis
+    if (cnp.PyArray_NDIM(out) != dims or not cnp.PyArray_IS_C_CONTIGUOUS(out)
+            or not cnp.PyArray_ISWRITEABLE(out)):
+        return False
+    for axis in range(dims):
+        if cnp.PyArray_DIM(out, axis) != shape[axis]:
+            return False
+    return True
+
+
+cdef int choose_isa() except -1:
+    """The widest instruction set that this CPU has, or the one that BERTINPUT_ISA names."""
+    cdef const char *asked = getenv("BERTINPUT_ISA")
+    cdef int isa
+    for isa in range(BI_ISAS - 1, -1, -1):
+        if bi_isa_built(isa) and bi_isa_runs_here(isa):
+            if asked == NULL or strcmp(asked, bi_isa_names[isa]) == 0:
+                return isa
+    raise ImportError(
+        f"BERTINPUT_ISA={asked.decode()!r} names none of the instruction sets that this build "
+        f"and this CPU share: {', '.join(instruction_sets())}")
+
+
+def instruction_sets():
+    """Names of the instruction sets that this build and this CPU share."""
+    return [bi_isa_names[isa].decode() for isa in range(BI_ISAS)
+            if bi_isa_built(isa) and bi_isa_runs_here(isa)]
+
+
+def build_facts():
+    """What the compiler left behind: see `bertinput.build_info`."""
+    return {
+        "openmp": BI_OPENMP or None,
+        "instruction_sets": [bi_isa_names[isa].decode() for isa in range(BI_ISAS)
+                             if bi_isa_built(isa)],
+        "instruction_set": bi_isa_names[chosen_isa].decode(),
+        "compiler": BI_COMPILER.decode(),
+        "cython": ".".join(str(CYTHON_HEX_VERSION >> shift & 255) for shift in (24, 16, 8)),
+    }
+
+
+def in_forked_child():
+    """Whether this process was forked after the package was loaded."""
+    return bool(bi_forked)
+
+
+cdef int chosen_isa = choose_isa()
+if bi_watch_forks() != 0:
+    raise ImportError("pthread_atfork failed: no memory")

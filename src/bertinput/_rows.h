@@ -1,0 +1,195 @@
+/* One row: the sum of up to three table rows, its LayerNorm, its rounding.
+ *
+ * The bodies stand in _rows_body.h, which is included once for each instruction set; a table of
+ * function pointers for each (instruction set, type of computation) is chosen once at import.
+ * Everything is static: the linker must never merge a body for one instruction set into another.
+ *
+ * Same bits everywhere: no contraction (-ffp-contract=off), no fast-math, and a reduction that has
+ * a fixed number of lanes and a fixed tree, whatever the vector width.
+ */
+#ifndef BERTINPUT_ROWS_H
+#define BERTINPUT_ROWS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(_MSC_VER) && !defined(__clang__)
+#define BI_INLINE static __forceinline
+#define BI_UNALIGNED(type, name) typedef __unaligned type name
+#define BI_RESTRICT __restrict
+#pragma fp_contract(off)
+#else
+#define BI_INLINE static inline __attribute__((always_inline))
+/* rows may start at any byte (memory maps, structured arrays) */
+#define BI_UNALIGNED(type, name) typedef type name __attribute__((aligned(1), may_alias))
+#define BI_RESTRICT restrict
+#endif
+
+typedef float bi_f32;
+typedef double bi_f64;
+BI_UNALIGNED(float, bi_f32u);
+BI_UNALIGNED(double, bi_f64u);
+BI_UNALIGNED(uint16_t, bi_u16u);
+
+/* types of tables; the first four are types of results too */
+enum { BI_F64, BI_F32, BI_F16, BI_BF16, BI_I8, BI_U8, BI_TABLE_TYPES };
+enum { BI_RESULT_TYPES = BI_BF16 + 1 };
+
+#define BI_MAX_TERMS 3
+
+/* one row of a table; scale and zero serve quantized tables alone */
+typedef struct {
+    const char *at;
+    float scale;
+    int32_t zero;
+} bi_row;
+
+/* acc[i] = rows[0][i] + rows[1][i] + ..., left to right, or acc[i] += rows[0][i] */
+typedef void (*bi_fold)(void *acc, const bi_row *rows, int64_t width);
+/* out = LayerNorm(acc); weight and bias are of acc's type, bias may be NULL; no overlap */
+typedef void (*bi_norm)(const void *acc, int64_t width, const void *weight, const void *bias,
+                        double eps, void *out);
+/* out[i] = acc[i], rounded once to the type of the result */
+typedef void (*bi_round)(const void *acc, void *out, int64_t width);
+
+typedef struct {
+    bi_fold fold[BI_MAX_TERMS][BI_TABLE_TYPES]; /* 1, 2 or 3 rows of one table type */
+    bi_fold add[BI_TABLE_TYPES];
+    bi_norm norm;
+    bi_round round[BI_RESULT_TYPES]; /* NULL: the computation's own type */
+} bi_kernels;
+
+/* ---- conversions: branch-free selects, so that loops over them vectorise ---- */
+
+BI_INLINE float bi_f32_of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+BI_INLINE uint32_t bi_bits_of_f32(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+BI_INLINE float bi_from_f16(uint16_t half) {
+    uint32_t magnitude = half & 0x7fffu, sign = (uint32_t)(half & 0x8000u) << 16;
+    /* move the exponent's bias from 15 to 127; infinity and NaN once more, to 255 */
+    uint32_t bits = (magnitude << 13) + (112u << 23);
+    bits += magnitude >= 0x7c00u ? 112u << 23 : 0;
+    /* subnormals through an integer conversion: exact, and no subnormal float32 on the way */
+    uint32_t tiny = bi_bits_of_f32((float)(int32_t)magnitude * 0x1p-24f);
+    return bi_f32_of_bits((magnitude < 0x400u ? tiny : bits) | sign);
+}
+
+BI_INLINE float bi_from_bf16(uint16_t bits) {
+    return bi_f32_of_bits((uint32_t)bits << 16);
+}
+
+BI_INLINE uint16_t bi_to_f16(float value) { /* to nearest even */
+    uint32_t bits = bi_bits_of_f32(value), sign = (bits >> 16) & 0x8000u;
+    bits &= 0x7fffffffu;
+    uint32_t normal = (bits + 0xfffu + ((bits >> 13) & 1u) - (112u << 23)) >> 13;
+    /* below 2**-14: adding 0.5 leaves the subnormal, rounded, in the low bits */
+    uint32_t tiny = bi_bits_of_f32(bi_f32_of_bits(bits) + 0.5f) - 0x3f000000u;
+    uint32_t special = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    uint32_t half = bits < 0x38800000u ? tiny : normal;
+    half = bits >= 0x47800000u ? special : half;
+    return (uint16_t)(half | sign);
+}
+
+BI_INLINE uint16_t bi_to_bf16(float value) { /* to nearest even */
+    uint32_t bits = bi_bits_of_f32(value);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    uint32_t nan = (bits >> 16) | 0x40u;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
+/* float64 to float32, to odd: a later rounding to a narrower type is then a single rounding
+ * (Boldo and Melquiond, "When double rounding is odd", 2005; 24 bits >= 11 + 2). */
+BI_INLINE float bi_to_odd(double value) {
+    float nearest = (float)value;
+    uint32_t bits = bi_bits_of_f32(nearest);
+    uint32_t away = fabs((double)nearest) > fabs(value);
+    uint32_t odd = (bits - away) | 1u;
+    return bi_f32_of_bits((double)nearest != value ? odd : bits);
+}
+
+/* the i-th element of a row, exact in float32 (float64 tables: in float64) */
+#define BI_LOAD_F64(row, i) (((const bi_f64u *)(row).at)[i])
+#define BI_LOAD_F32(row, i) (((const bi_f32u *)(row).at)[i])
+#define BI_LOAD_F16(row, i) bi_from_f16(((const bi_u16u *)(row).at)[i])
+#define BI_LOAD_BF16(row, i) bi_from_bf16(((const bi_u16u *)(row).at)[i])
+#define BI_LOAD_I8(row, i) \
+    ((float)((int32_t)((const int8_t *)(row).at)[i] - (row).zero) * (row).scale)
+#define BI_LOAD_U8(row, i) \
+    ((float)((int32_t)((const uint8_t *)(row).at)[i] - (row).zero) * (row).scale)
+
+/* ---- the bodies, once for each instruction set ---- */
+
+#define BI_JOIN_(a, b) a##_##b
+#define BI_JOIN(a, b) BI_JOIN_(a, b)
+#define BI_ISA_NAME(name) BI_JOIN(name, BI_ISA)
+
+#define BI_ISA baseline
+#define BI_TARGET
+#include "_rows_body.h"
+#undef BI_ISA
+#undef BI_TARGET
+
+#if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
+#define BI_X86_TARGETS 1
+#define BI_ISA avx2
+#define BI_TARGET __attribute__((target("avx2")))
+#include "_rows_body.h"
+#undef BI_ISA
+#undef BI_TARGET
+#define BI_ISA avx512
+#define BI_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#include "_rows_body.h"
+#undef BI_ISA
+#undef BI_TARGET
+#endif
+
+/* ---- the choice, once ---- */
+
+enum { BI_ISA_BASELINE, BI_ISA_AVX2, BI_ISA_AVX512, BI_ISAS };
+
+static const char *const bi_isa_names[BI_ISAS] = {"baseline", "avx2", "avx512"};
+
+static int bi_isa_built(int isa) {
+#ifdef BI_X86_TARGETS
+    return isa < BI_ISAS;
+#else
+    return isa == BI_ISA_BASELINE;
+#endif
+}
+
+static int bi_isa_runs_here(int isa) {
+#ifdef BI_X86_TARGETS
+    __builtin_cpu_init();
+    if (isa == BI_ISA_AVX512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (isa == BI_ISA_AVX2)
+        return __builtin_cpu_supports("avx2");
+#endif
+    return isa == BI_ISA_BASELINE;
+}
+
+/* kernels that compute in float32 or, if `wide`, in float64 */
+static const bi_kernels *bi_kernels_for(int isa, int wide) {
+#ifdef BI_X86_TARGETS
+    if (isa == BI_ISA_AVX512)
+        return wide ? &kernels_F64_avx512 : &kernels_F32_avx512;
+    if (isa == BI_ISA_AVX2)
+        return wide ? &kernels_F64_avx2 : &kernels_F32_avx2;
+#endif
+    (void)isa;
+    return wide ? &kernels_F64_baseline : &kernels_F32_baseline;
+}
+
+#endif
