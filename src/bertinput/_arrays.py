@@ -7,6 +7,7 @@ that a caller can see is written here. Nothing is copied where the dtype allows 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,7 +17,9 @@ from bertinput._core import TYPE_NAMES, Norm, Stage, Table
 from bertinput.tables import BFloat16Table, QuantizedTable
 
 __all__ = [
+    "ROLES",
     "as_ids",
+    "as_mask",
     "as_norm",
     "as_out",
     "as_table",
@@ -28,7 +31,7 @@ ResultType = tuple[int, np.dtype[Any]]
 
 _TYPES = {name: code for code, name in enumerate(TYPE_NAMES)}
 _BFLOAT16 = _TYPES["bfloat16"]
-_ROLES = ("token", "position", "segment")
+ROLES = ("token", "position", "segment")
 
 
 # ---- ids ----
@@ -160,7 +163,7 @@ def unfit_tables(stage: Stage) -> ValueError:
     """What is wrong with the tables' shapes, and whether one transposed table explains it."""
     shapes = {
         f"{role}_embeddings": table.values.shape
-        for role, table in zip(_ROLES, (stage.token, stage.position, stage.segment), strict=True)
+        for role, table in zip(ROLES, (stage.token, stage.position, stage.segment), strict=True)
         if table is not None
     }
     for name, shape in shapes.items():
@@ -179,40 +182,95 @@ def unfit_tables(stage: Stage) -> ValueError:
     return ValueError(f"tables must have one width (second axis): {listed}{hint}")
 
 
+def is_bfloat16(table: Table) -> bool:
+    return table.type == _BFLOAT16
+
+
 # ---- LayerNorm ----
 
 
-def as_norm(weight: Any, bias: Any, eps: Any, width: int) -> Norm:
-    """LayerNorm's parameters, copied in both types of computation."""
+def as_norm(layer_norm: Any, width: int) -> Norm:
+    """LayerNorm's ``(weight, bias or None, eps)``, copied in both types of computation."""
+    if not isinstance(layer_norm, tuple | list) or len(layer_norm) != 3:
+        raise TypeError("layer_norm must be a tuple (weight, bias or None, eps)")
+    weight, bias, eps = layer_norm
     if isinstance(eps, bool) or not isinstance(eps, int | float | np.floating | np.integer):
         raise TypeError(f"layer_norm's eps must be a number, not {type(eps).__name__}")
     if not 0 <= float(eps) < np.inf:
         raise ValueError(f"layer_norm's eps must be finite and not negative, not {eps}")
-    vectors: list[NDArray[Any] | None] = []
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is None:
-            if name == "weight":
-                raise TypeError("layer_norm's weight is None; pass ones")
-            vectors.append(None)
-            continue
-        array, code = _rows_of(f"layer_norm's {name}", value)
-        if array.shape != (width,):
-            raise ValueError(
-                f"layer_norm's {name} must have shape ({width},), as wide as the tables, "
-                f"not {array.shape}"
+    wide = _norm_vector("weight", weight, width)
+    wide_bias = None if bias is None else _norm_vector("bias", bias, width)
+    with np.errstate(over="ignore"):  # float64 values beyond float32 become infinite
+        narrow = wide.astype(np.float32)
+        narrow_bias = None if wide_bias is None else wide_bias.astype(np.float32)
+    return Norm(wide, wide_bias, narrow, narrow_bias, float(eps))
+
+
+def _norm_vector(name: str, value: Any, width: int) -> NDArray[np.float64]:
+    array, code = _rows_of(f"layer_norm's {name}", value)
+    if array.shape != (width,):
+        raise ValueError(
+            f"layer_norm's {name} must have shape ({width},), as wide as the tables, "
+            f"not {array.shape}"
+        )
+    if code == _BFLOAT16:
+        array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    vector = np.array(array, dtype=np.float64, order="C")
+    vector.flags.writeable = False
+    return vector
+
+
+# ---- batches and masks ----
+
+_BATCH_KEYS = ("input_ids", "token_type_ids", "position_ids", "attention_mask")
+_BATCH_ARGUMENTS = ("token_ids", "segment_ids", "position_ids", "attention_mask")
+
+
+def unpack_batch(token_ids: Any, *others: Any) -> tuple[Any, Any, Any, Any]:
+    """What a tokenizer returned, as the four arguments; other token ids pass through."""
+    if isinstance(token_ids, Mapping):
+        if "input_ids" not in token_ids:
+            raise TypeError(
+                f"a mapping in place of token_ids needs the key 'input_ids'; it has "
+                f"{sorted(map(str, token_ids))}"
             )
-        if code == _BFLOAT16:
-            array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        vectors.append(array)
-    scale, shift = vectors
-    assert scale is not None
-    return Norm(
-        np.array(scale, dtype=np.float32, order="C"),
-        None if shift is None else np.array(shift, dtype=np.float32, order="C"),
-        np.array(scale, dtype=np.float64, order="C"),
-        None if shift is None else np.array(shift, dtype=np.float64, order="C"),
-        float(eps),
-    )
+        found = [token_ids.get(key) for key in _BATCH_KEYS]
+    elif _is_encoding(token_ids):
+        found = [token_ids.ids, token_ids.type_ids, None, token_ids.attention_mask]
+    elif isinstance(token_ids, tuple) and hasattr(token_ids, "_fields"):
+        raise TypeError(f"token_ids must be integers, not the named tuple {type(token_ids).__name__}")
+    else:
+        return token_ids, *others  # type: ignore[return-value]
+    for k, given in enumerate(others, start=1):
+        if given is not None:
+            if found[k] is not None:
+                raise TypeError(
+                    f"{_BATCH_ARGUMENTS[k]} is given, and the batch has {_BATCH_KEYS[k]} too"
+                )
+            found[k] = given
+    return tuple(found)  # type: ignore[return-value]
+
+
+def _is_encoding(value: Any) -> bool:
+    encoding = getattr(sys.modules.get("tokenizers"), "Encoding", None)
+    return encoding is not None and isinstance(value, encoding)
+
+
+def as_mask(value: Any) -> NDArray[Any]:
+    """An attention mask as an array of numbers."""
+    mask = _as_array("attention_mask", value)
+    if mask.dtype.kind not in "biuf":
+        raise TypeError(f"attention_mask must be numbers, not {_dtype_name(mask.dtype)}")
+    return mask
+
+
+def check_mask(mask: NDArray[Any], token_ids: NDArray[Any]) -> None:
+    """Refuse a mask that does not broadcast to the tokens' shape."""
+    wanted = token_ids.shape[token_ids.ndim - mask.ndim :]
+    if not 0 < mask.ndim <= token_ids.ndim or any(
+        have not in (1, want) for have, want in zip(mask.shape, wanted, strict=True)
+    ):
+        raise no_broadcast("attention_mask", mask, token_ids)
 
 
 # ---- results ----

@@ -156,18 +156,22 @@ cdef class Table:
 cdef class Norm:
     """LayerNorm's weight, bias (perhaps None) and eps, in both types of computation."""
 
-    cdef const float[::1] weight32
-    cdef const float[::1] bias32
+    cdef readonly cnp.ndarray weight
+    cdef readonly cnp.ndarray bias
+    cdef readonly double eps
     cdef const double[::1] weight64
     cdef const double[::1] bias64
-    cdef readonly double eps
+    cdef const float[::1] weight32
+    cdef const float[::1] bias32
 
-    def __cinit__(self, const float[::1] weight32 not None, const float[::1] bias32,
-                  const double[::1] weight64 not None, const double[::1] bias64, double eps):
+    def __cinit__(self, cnp.ndarray weight not None, cnp.ndarray bias,
+                  const float[::1] weight32 not None, const float[::1] bias32, double eps):
+        self.weight = weight
+        self.weight64 = weight
         self.weight32 = weight32
+        self.bias = bias
+        self.bias64 = bias
         self.bias32 = bias32
-        self.weight64 = weight64
-        self.bias64 = bias64
         self.eps = eps
 
 
