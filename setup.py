@@ -118,7 +118,9 @@ core = Extension(
     ["src/bertinput/_core.pyx"],
     include_dirs=[np.get_include()],
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
-    depends=[f"src/bertinput/{name}" for name in ("_rows.h", "_rows_body.h", "_ids.h", "_threads.h")],
+    depends=[
+        f"src/bertinput/{name}" for name in ("_rows.h", "_rows_body.h", "_ids.h", "_threads.h")
+    ],
 )
 
 setup(

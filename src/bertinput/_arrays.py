@@ -41,7 +41,7 @@ def as_ids(name: str, value: Any) -> NDArray[Any]:
     """Ids as an array of integers; its number of dimensions is not judged here."""
     array = value if type(value) is np.ndarray else _as_array(name, value)
     if array.dtype.kind not in "iu":
-        if array.size == 0 and isinstance(value, list | tuple):
+        if array.size == 0 and isinstance(value, list | tuple | range):
             return array.astype(np.int64)  # [] and [[], []] are lists of no integers
         _refuse_ids(name, value, array)
     return array
@@ -52,7 +52,7 @@ def _refuse_ids(name: str, value: Any, array: NDArray[Any]) -> NoReturn:
         # Python integers that no 64-bit integer holds make an array of objects or floats
         objects = np.asarray(value, dtype=object)
         items = objects.ravel().tolist()
-        if all(type(item) is int for item in items):
+        if items and all(type(item) is int for item in items):
             far = next(k for k, item in enumerate(items) if not -(2**63) <= item < 2**63)
             where = _element(name, far, objects.shape)
             raise IndexError(f"{where} is {items[far]}, far out of range for any table")
@@ -114,14 +114,15 @@ def as_table(name: str, value: Any) -> Table:
     if type(value) is np.ndarray:
         known = _TABLE_TYPES.get(value.dtype.num)
         if known is not None:
-            return Table(value, known)
+            return Table(value, known, value)
     array, code = _rows_of(name, value)
+    given = value if isinstance(value, np.ndarray) else array
     if not isinstance(value, QuantizedTable):
-        return Table(array, code)
+        return Table(array, code, given)
     zero_point = value.zero_point
     if zero_point is not None:
         zero_point = np.atleast_1d(zero_point).astype(np.int32)
-    return Table(array, code, np.atleast_1d(value.scale), zero_point)
+    return Table(array, code, array, np.atleast_1d(value.scale), zero_point)
 
 
 def _rows_of(name: str, value: Any) -> tuple[NDArray[Any], int]:
@@ -130,22 +131,16 @@ def _rows_of(name: str, value: Any) -> tuple[NDArray[Any], int]:
         return value.values, _TYPES[value.values.dtype.name]
     if isinstance(value, BFloat16Table):
         return value.bits, _BFLOAT16
-    if isinstance(value, np.ndarray):
-        array = np.asarray(value)
-    else:
-        torch = _torch_of(value)
-        if torch is not None and value.dtype is torch.bfloat16:
-            return _from_torch(name, value.detach().view(torch.int16), torch), _BFLOAT16
-        array = _as_array(name, value)
-        if isinstance(value, list | tuple) and (
-            array.dtype.kind in "iu" or array.dtype in (np.float16, np.float32) or array.size == 0
-        ):
-            array = array.astype(np.float64)
-    if array.dtype.kind in "iu":
-        array = array.astype(np.float64)
+    torch = _torch_of(value)
+    if torch is not None and value.dtype is torch.bfloat16:
+        return _from_torch(name, value.detach().view(torch.int16), torch), _BFLOAT16
+    array = _as_array(name, value)
     code = _TABLE_TYPES.get(array.dtype.num)
     if code is None and array.dtype.name == "bfloat16":
         code = _TABLE_TYPES[array.dtype.num] = _BFLOAT16
+    listed = isinstance(value, list | tuple)
+    if array.dtype.kind in "iu" or (listed and (code is not None or array.size == 0)):
+        return array.astype(np.float64), _TYPES["float64"]
     if code is None:
         raise TypeError(
             f"{name} must be float64, float32, float16, bfloat16 or integers, "
@@ -226,7 +221,7 @@ _BATCH_KEYS = ("input_ids", "token_type_ids", "position_ids", "attention_mask")
 _BATCH_ARGUMENTS = ("token_ids", "segment_ids", "position_ids", "attention_mask")
 
 
-def unpack_batch(token_ids: Any, *others: Any) -> tuple[Any, Any, Any, Any]:
+def unpack_batch(token_ids: Any, *others: Any) -> tuple[Any, ...]:
     """What a tokenizer returned, as the four arguments; other token ids pass through."""
     if isinstance(token_ids, Mapping):
         if "input_ids" not in token_ids:
@@ -238,9 +233,11 @@ def unpack_batch(token_ids: Any, *others: Any) -> tuple[Any, Any, Any, Any]:
     elif _is_encoding(token_ids):
         found = [token_ids.ids, token_ids.type_ids, None, token_ids.attention_mask]
     elif isinstance(token_ids, tuple) and hasattr(token_ids, "_fields"):
-        raise TypeError(f"token_ids must be integers, not the named tuple {type(token_ids).__name__}")
+        raise TypeError(
+            f"token_ids must be integers, not the named tuple {type(token_ids).__name__}"
+        )
     else:
-        return token_ids, *others  # type: ignore[return-value]
+        return token_ids, *others
     for k, given in enumerate(others, start=1):
         if given is not None:
             if found[k] is not None:
@@ -248,7 +245,7 @@ def unpack_batch(token_ids: Any, *others: Any) -> tuple[Any, Any, Any, Any]:
                     f"{_BATCH_ARGUMENTS[k]} is given, and the batch has {_BATCH_KEYS[k]} too"
                 )
             found[k] = given
-    return tuple(found)  # type: ignore[return-value]
+    return tuple(found)
 
 
 def _is_encoding(value: Any) -> bool:
@@ -312,7 +309,8 @@ def bfloat16_dtype(purpose: str) -> np.dtype[Any]:
             f"{purpose} needs ml_dtypes, which teaches NumPy bfloat16: "
             "pip install 'bertinput[bfloat16]'"
         ) from error
-    return np.dtype(ml_dtypes.bfloat16)
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
 
 
 def as_out(out: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
@@ -381,17 +379,17 @@ def too_long(token_ids: NDArray[Any], rows: int) -> ValueError:
     )
 
 
-def out_of_range(
-    role: str, ids: NDArray[Any], place: int, value: int, rows: int
-) -> IndexError:
+def out_of_range(role: str, ids: NDArray[Any], place: int, value: int, rows: int) -> IndexError:
     if value < 0 and ids.dtype.kind == "u":
         value += 2**64
     where = _element(f"{role}_ids", place, ids.shape)
     if value < 0:
         cause = "negative ids never wrap"
     elif role == "segment":
-        cause = "was an attention mask passed as segment_ids?" if rows == 1 and value == 1 else (
-            "the table's rows are the segments that the model knows"
+        cause = (
+            "was an attention mask passed as segment_ids?"
+            if rows == 1 and value == 1
+            else ("the table's rows are the segments that the model knows")
         )
     elif role == "position":
         cause = "the sequence runs past the position table"

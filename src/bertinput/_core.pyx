@@ -15,7 +15,7 @@ found wrong here is put into words there.
 cimport numpy as cnp
 from cpython.ref cimport Py_INCREF
 from cython.parallel cimport prange
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, getenv, malloc
 from libc.string cimport strcmp
 
@@ -126,16 +126,18 @@ cdef class Table:
     `values` is an array of shape (rows, width) of the type that `type`, a place in TYPE_NAMES,
     says (bfloat16 may come as uint16). Contiguous rows of this machine's byte order are read
     where they lie, whatever their stride and alignment; other layouts are copied, once.
+    `given` is the caller's own array, from which `values` may be a copy.
     """
 
     cdef readonly cnp.ndarray values
+    cdef readonly cnp.ndarray given
     cdef readonly int type
     cdef const char *data
     cdef int64_t rows, width, stride
     cdef const float[::1] scale
     cdef const int32_t[::1] zero_point
 
-    def __cinit__(self, cnp.ndarray values not None, int type,
+    def __cinit__(self, cnp.ndarray values not None, int type, cnp.ndarray given not None,
                   const float[::1] scale=None, const int32_t[::1] zero_point=None):
         self.type = type
         self.scale = scale
@@ -151,6 +153,7 @@ cdef class Table:
             self.width = cnp.PyArray_DIM(values, 1)
             self.stride = cnp.PyArray_STRIDE(values, 0)
         self.values = values
+        self.given = given
 
 
 cdef class Norm:
@@ -536,7 +539,7 @@ cdef class Stage:
                          position_ids if role == POSITION else segment_ids)
                 if array is not None and overlap(out, array):
                     raise explain().overlapping_out(f"{ROLE_NAMES[role]}_ids")
-                if table is not None and overlap(out, table.values):
+                if table is not None and overlap(out, table.given):
                     raise explain().overlapping_out(f"{ROLE_NAMES[role]}_embeddings")
         if job.tokens == 0:
             return out  # nothing is looked up, so nothing can be out of range

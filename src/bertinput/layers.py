@@ -12,16 +12,17 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from bertinput import _arrays
 from bertinput._core import Stage, Table
 from bertinput.checkpoints import read_checkpoint
-from bertinput.families import family_named
+from bertinput.families import Family, family_named
 from bertinput.functional import bert_embeddings
 from bertinput.tables import BFloat16Table, QuantizedTable
 
 __all__ = ["BERTStyleEmbedding", "BertEmbeddings"]
 
-#TEMP
+# TEMP
 import hashlib
 from pathlib import Path
 from bertinput import checkpoints
+
 Fingerprint = tuple[int, str]
 
 
@@ -30,7 +31,9 @@ def fingerprint(path: str | os.PathLike[str]) -> Fingerprint:
     with open(file, "rb") as stream:
         start = stream.read(1 << 20)
     return file.stat().st_size, hashlib.sha256(start).hexdigest()
-#TEMP
+
+
+# TEMP
 
 
 class BertEmbeddings:
@@ -79,6 +82,7 @@ class BertEmbeddings:
 
     __slots__ = ("_family", "_given", "_source", "_stage", "_token_stage")
 
+    _family: Family
     _stage: Stage
     _token_stage: Stage
     _given: tuple[Any, ...]
@@ -94,29 +98,26 @@ class BertEmbeddings:
         family: str = "bert",
     ) -> None:
         declared = family_named(family)
-        tables = [
-            None if given is None else _arrays.as_table(f"{role}_embeddings", given)
-            for role, given in zip(
-                _arrays.ROLES,
-                (token_embeddings, position_embeddings, segment_embeddings),
-                strict=True,
+        given = (token_embeddings, position_embeddings, segment_embeddings)
+        token = _arrays.as_table("token_embeddings", token_embeddings)
+        position, segment = (
+            None if table is None else _arrays.as_table(name, table)
+            for name, table in (
+                ("position_embeddings", position_embeddings),
+                ("segment_embeddings", segment_embeddings),
             )
-        ]
-        if tables[0] is None:
-            raise TypeError("token_embeddings must be a table, not None")
-        token, position, segment = tables
+        )
+        tables = (token, position, segment)
         roles = [_arrays.ROLES.index(role) for role in declared.order]
+        token_stage = Stage(token, None, None, (0,))
+        norm = None if layer_norm is None else _arrays.as_norm(layer_norm, token_stage.width)
         order = tuple(role for role in roles if tables[role] is not None)
-        norm = None
-        if layer_norm is not None:
-            norm = _arrays.as_norm(layer_norm, Stage(token, None, None, (0,)).width)
         _set(
             self,
             _family=declared,
             _stage=Stage(token, position, segment, order, norm),
-            _token_stage=Stage(token, None, None, (0,)),
-            _given=tuple(map(_kept, _arrays.ROLES, tables, (
-                token_embeddings, position_embeddings, segment_embeddings))),
+            _token_stage=token_stage,
+            _given=tuple(map(_kept, tables, given)),
             _source=None,
         )
 
@@ -202,7 +203,14 @@ class BertEmbeddings:
             As `bert_embeddings` does, before anything is written.
         """
         return self._run(
-            self._stage, True, token_ids, segment_ids, position_ids, attention_mask, dtype, out,
+            self._stage,
+            True,
+            token_ids,
+            segment_ids,
+            position_ids,
+            attention_mask,
+            dtype,
+            out,
             num_threads,
         )
 
@@ -223,7 +231,14 @@ class BertEmbeddings:
         float32, the result is bit for bit that of the reference implementation.
         """
         return self._run(
-            self._stage, False, token_ids, segment_ids, position_ids, attention_mask, dtype, out,
+            self._stage,
+            False,
+            token_ids,
+            segment_ids,
+            position_ids,
+            attention_mask,
+            dtype,
+            out,
             num_threads,
         )
 
@@ -262,9 +277,7 @@ class BertEmbeddings:
         threads = _arrays.as_threads(num_threads)
         if mask is not None:
             _arrays.check_mask(mask, tokens)
-        return stage.run(
-            tokens, segments, positions, code, result_dtype, out, threads, normalize
-        )
+        return stage.run(tokens, segments, positions, code, result_dtype, out, threads, normalize)
 
     # ---- what it holds ----
 
@@ -292,7 +305,7 @@ class BertEmbeddings:
     @property
     def family(self) -> str:
         """The ``model_type``."""
-        return str(self._family.name)
+        return self._family.name
 
     @property
     def width(self) -> int:
@@ -365,7 +378,7 @@ def _set(layer: BertEmbeddings, **values: Any) -> None:
         object.__setattr__(layer, name, value)
 
 
-def _kept(role: str, table: Table | None, given: Any) -> Any:
+def _kept(table: Table | None, given: Any) -> Any:
     """A table as the layer shows and pickles it: read-only, in the layout that is read."""
     if table is None or isinstance(given, QuantizedTable):
         return given

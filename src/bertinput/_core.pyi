@@ -1,0 +1,78 @@
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import disjoint_base
+
+ROLE_NAMES: Final[tuple[str, ...]]
+TYPE_NAMES: Final[tuple[str, ...]]
+
+@disjoint_base
+class Table:
+    @property
+    def values(self) -> NDArray[Any]: ...
+    @property
+    def given(self) -> NDArray[Any]: ...
+    @property
+    def type(self) -> int: ...
+    def __new__(
+        cls,
+        values: NDArray[Any],
+        type: int,
+        given: NDArray[Any],
+        scale: NDArray[np.float32] | None = None,
+        zero_point: NDArray[np.int32] | None = None,
+    ) -> Table: ...
+
+@disjoint_base
+class Norm:
+    @property
+    def weight(self) -> NDArray[np.float64]: ...
+    @property
+    def bias(self) -> NDArray[np.float64] | None: ...
+    @property
+    def eps(self) -> float: ...
+    def __new__(
+        cls,
+        weight: NDArray[np.float64],
+        bias: NDArray[np.float64] | None,
+        weight32: NDArray[np.float32],
+        bias32: NDArray[np.float32] | None,
+        eps: float,
+    ) -> Norm: ...
+
+@disjoint_base
+class Stage:
+    @property
+    def token(self) -> Table: ...
+    @property
+    def position(self) -> Table | None: ...
+    @property
+    def segment(self) -> Table | None: ...
+    @property
+    def norm(self) -> Norm | None: ...
+    @property
+    def width(self) -> int: ...
+    def __new__(
+        cls,
+        token: Table,
+        position: Table | None,
+        segment: Table | None,
+        order: tuple[int, ...],
+        norm: Norm | None = None,
+    ) -> Stage: ...
+    def run(
+        self,
+        token_ids: NDArray[Any],
+        segment_ids: NDArray[Any] | None,
+        position_ids: NDArray[Any] | None,
+        result_type: int,
+        result_dtype: np.dtype[Any],
+        out: NDArray[Any] | None,
+        num_threads: int,
+        normalize: bool,
+    ) -> NDArray[Any]: ...
+
+def instruction_sets() -> list[str]: ...
+def build_facts() -> dict[str, Any]: ...
+def in_forked_child() -> bool: ...
