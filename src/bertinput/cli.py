@@ -146,7 +146,8 @@ def _in_numpy(
             gathered: NDArray[np.float32] = table[ids]
             return gathered
         decoded: NDArray[np.float32] = table.values[ids].astype(np.float32)
-        return decoded * table.scale[ids][..., None]
+        decoded *= table.scale[ids][..., None]
+        return decoded
 
     total = rows(layer.token_embeddings, token_ids) + rows(layer.segment_embeddings, segment_ids)
     total += rows(layer.position_embeddings, np.arange(token_ids.shape[-1]))

@@ -11,29 +11,12 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from bertinput import _arrays
 from bertinput._core import Stage, Table
-from bertinput.checkpoints import read_checkpoint
+from bertinput.checkpoints import Fingerprint, fingerprint, read_checkpoint
 from bertinput.families import Family, family_named
 from bertinput.functional import bert_embeddings
 from bertinput.tables import BFloat16Table, QuantizedTable
 
 __all__ = ["BERTStyleEmbedding", "BertEmbeddings"]
-
-# TEMP
-import hashlib
-from pathlib import Path
-from bertinput import checkpoints
-
-Fingerprint = tuple[int, str]
-
-
-def fingerprint(path: str | os.PathLike[str]) -> Fingerprint:
-    file = checkpoints._file_at(Path(path))
-    with open(file, "rb") as stream:
-        start = stream.read(1 << 20)
-    return file.stat().st_size, hashlib.sha256(start).hexdigest()
-
-
-# TEMP
 
 
 class BertEmbeddings:
