@@ -295,7 +295,7 @@ def _find(source: _Safetensors | _Onnx, *names: str) -> str:
     words = set(re.split(r"\W", names[0])[-3:-1])
     alike = [name for name in source.names if words <= set(re.split(r"\W", name))]
     told = f"there is {_listed(alike or source.names) or 'no tensor at all'}"
-    if any("/" in name for name in alike):
+    if isinstance(source, _Safetensors) and any("/" in name for name in alike):
         told += " (a name of TensorFlow's: convert the checkpoint)"
     pickled = source.file.with_name("pytorch_model.bin")
     if pickled.exists():
@@ -405,19 +405,20 @@ class _Safetensors:
         first = stream.read(8)
         length = int.from_bytes(first, "little")
         self.begin = 8 + length
+        # A real header's length may begin like a pickle, but never runs to many bytes.
+        looks = _posing(first) if length >= 1 << 24 else ""
         if len(first) == 8 and not 0 < length <= _LONGEST_HEADER:
             raise ValueError(
-                f"{file} is not a safetensors file{_posing(first)}: it would have a header of "
-                f"{length} bytes"
+                f"{file} is not a safetensors file{looks}: it would have a header of {length} bytes"
             )
         if size < max(8, self.begin):
             raise ValueError(
-                f"{file} is cut off: {size} bytes are fewer than the {max(8, self.begin)} that "
+                f"{file} is cut off{looks}: {size} bytes are fewer than the {max(8, self.begin)} that "
                 "end its header"
             )
         text = stream.read(length)
         if not text.startswith(b"{"):
-            raise ValueError(f"{file}: the header is malformed: it does not begin with a brace")
+            raise ValueError(f"{file}: the header does not begin with a brace{looks}")
         header = _json_object(text, f"{file}: the header", strict=True)
 
         self.metadata = header.pop("__metadata__", {})
@@ -456,7 +457,9 @@ class _Safetensors:
         if not isinstance(shape, list) or len(shape) > 64:
             raise ValueError(f"shape {short(shape)} is not a list of at most 64 integers")
         if not all(type(n) is int and 0 <= n < 2**63 for n in shape):
-            raise ValueError(f"shape {short(shape)} has an item that is not an integer >= 0")
+            raise ValueError(
+                f"shape {short(shape)} has an item outside the integers 0 to 2**63 - 1"
+            )
         if not isinstance(offsets, list) or [type(n) for n in offsets] != [int, int]:
             raise ValueError(f"data_offsets {short(offsets)} are not two integers")
         start, stop = offsets
@@ -607,7 +610,7 @@ class _Onnx:
 
         if tensor.data_location == self.external:
             where = {entry.key: entry.value for entry in tensor.external_data}
-            array = self._outside(where, math.prod(shape), dtype)
+            array = self._outside(name, where, math.prod(shape), dtype)
         elif tensor.HasField("raw_data"):
             array = np.frombuffer(tensor.raw_data, dtype)
         elif field == "int32_data":  # one item's bits in each
@@ -619,7 +622,7 @@ class _Onnx:
         array.flags.writeable = False
         return array
 
-    def _outside(self, where: dict[str, str], count: int, dtype: str) -> NDArray[Any]:
+    def _outside(self, name: str, where: dict[str, str], count: int, dtype: str) -> NDArray[Any]:
         """Data in another file of the same folder, so that no model reads files at will."""
         data = Path(os.path.realpath(self.file.parent / where.get("location", "")))
         # A download cache links each file to where it keeps them all: that folder is allowed too.
@@ -631,7 +634,7 @@ class _Onnx:
         if int(where.get("length", size)) != size:
             raise ValueError(f"{where['length']} bytes of data do not fill its shape")
         if not data.is_file():
-            raise FileNotFoundError(f"{self.file}: its external data {data} are not there")
+            raise FileNotFoundError(f"{self.file}: tensor {name!r}: its file {data} is not there")
         with open(data, "rb") as stream:
             end = os.fstat(stream.fileno()).st_size
             if not 0 <= start <= end - size:
