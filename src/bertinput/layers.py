@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from bertinput import _arrays
 from bertinput._core import Stage, Table
-from bertinput.checkpoints import Fingerprint, fingerprint, read_checkpoint
 from bertinput.families import Family, family_named
 from bertinput.functional import bert_embeddings
 from bertinput.tables import BFloat16Table, QuantizedTable
+
+if TYPE_CHECKING:
+    from bertinput.checkpoints import Fingerprint
 
 __all__ = ["BERTStyleEmbedding", "BertEmbeddings"]
 
@@ -136,6 +138,9 @@ class BertEmbeddings:
         ImportError
             An ONNX file, and ``onnx`` is not installed.
         """
+        # here and below: a process that reads no checkpoint need not load the readers
+        from bertinput.checkpoints import fingerprint, read_checkpoint
+
         found = read_checkpoint(path, family=family, eps=eps, mmap=mmap)
         layer = cls(
             found.token_embeddings,
@@ -343,6 +348,8 @@ class BertEmbeddings:
 
 def _reopen(path: str, arguments: dict[str, Any], expected: Fingerprint) -> BertEmbeddings:
     """Unpickle a layer that came from a file: map the same file again."""
+    from bertinput.checkpoints import fingerprint
+
     if fingerprint(path) != expected:
         raise ValueError(
             f"{path} is not the file that the pickled layer was read from: its size or header "
