@@ -292,8 +292,8 @@ def _find(source: _Safetensors | _Onnx, *names: str) -> str:
         if name in source.names:
             return name
     # Other tools keep the same tensor under the same words: "bert/embeddings/LayerNorm/gamma".
-    words = set(re.split(r"\W", names[0])[-3:-1])
-    alike = [name for name in source.names if words <= set(re.split(r"\W", name))]
+    words = names[0].split(".")[-3:-1]
+    alike = [name for name in source.names if all(word in name for word in words)]
     told = f"there is {_listed(alike or source.names) or 'no tensor at all'}"
     if isinstance(source, _Safetensors) and any("/" in name for name in alike):
         told += " (a name of TensorFlow's: convert the checkpoint)"
@@ -304,8 +304,9 @@ def _find(source: _Safetensors | _Onnx, *names: str) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    shown = [repr(name) for name in names]
-    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+    several = list(names)
+    more = f" and {len(several) - 5} more" if len(several) > 5 else ""
+    return ", ".join(map(repr, several[:5])) + more
 
 
 def _read(source: _Safetensors | _Onnx, name: str, *, ndim: int) -> Table:
@@ -413,8 +414,8 @@ class _Safetensors:
             )
         if size < max(8, self.begin):
             raise ValueError(
-                f"{file} is cut off{looks}: {size} bytes are fewer than the {max(8, self.begin)} that "
-                "end its header"
+                f"{file} is cut off{looks}: it has {size} bytes, and its header ends at byte "
+                f"{max(8, self.begin)}"
             )
         text = stream.read(length)
         if not text.startswith(b"{"):
