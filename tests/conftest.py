@@ -9,9 +9,9 @@ import subprocess
 import sys
 import textwrap
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -20,7 +20,34 @@ from hypothesis import settings
 settings.register_profile("bertinput", deadline=None)
 settings.load_profile("bertinput")
 
+# Set where everything that a test may need is installed: then a skip hides a fault.
+NO_SKIPS = os.environ.get("BERTINPUT_NO_SKIPS") == "1"
+
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+
+def without_skip(report: Report) -> Report:
+    """Turn a skip into a failure with its reason, if skips are not allowed."""
+    if NO_SKIPS and report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{reason}; BERTINPUT_NO_SKIPS=1 makes this a failure"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """See `without_skip`."""
+    return without_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """See `without_skip`; a whole file is skipped while it is collected."""
+    return without_skip((yield))
 
 
 def resident(field: str) -> int:

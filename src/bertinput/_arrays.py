@@ -48,14 +48,18 @@ def as_ids(name: str, value: Any) -> NDArray[Any]:
 
 
 def _refuse_ids(name: str, value: Any, array: NDArray[Any]) -> NoReturn:
-    if not isinstance(value, np.ndarray) and array.dtype.kind in "Of":
+    if isinstance(value, list | tuple) and array.dtype.kind in "Of":
         # Python integers that no 64-bit integer holds make an array of objects or floats
         objects = np.asarray(value, dtype=object)
         items = objects.ravel().tolist()
-        if items and all(type(item) is int for item in items):
-            far = next(k for k, item in enumerate(items) if not -(2**63) <= item < 2**63)
-            where = _element(name, far, objects.shape)
-            raise IndexError(f"{where} is {items[far]}, far out of range for any table")
+        far = (
+            [k for k, item in enumerate(items) if not -(2**63) <= item < 2**63]
+            if all(type(item) is int for item in items)
+            else []
+        )
+        if far:
+            where = _element(name, far[0], objects.shape)
+            raise IndexError(f"{where} is {items[far[0]]}, far out of range for any table")
     hint = ""
     if array.dtype.kind == "f":
         hint = "; round and cast them to integers first, if they are whole numbers"
@@ -261,13 +265,15 @@ def as_mask(value: Any) -> NDArray[Any]:
     return mask
 
 
-def check_mask(mask: NDArray[Any], token_ids: NDArray[Any]) -> None:
-    """Refuse a mask that does not broadcast to the tokens' shape."""
+def check_mask(mask: NDArray[Any], token_ids: NDArray[Any], out: NDArray[Any] | None) -> None:
+    """Refuse a mask that does not broadcast to the tokens' shape, or that `out` overlaps."""
     wanted = token_ids.shape[token_ids.ndim - mask.ndim :]
     if not 0 < mask.ndim <= token_ids.ndim or any(
         have not in (1, want) for have, want in zip(mask.shape, wanted, strict=True)
     ):
         raise no_broadcast("attention_mask", mask, token_ids)
+    if out is not None and np.may_share_memory(out, mask):
+        raise overlapping_out("attention_mask")
 
 
 # ---- results ----

@@ -4,8 +4,9 @@
  * function pointers for each (instruction set, type of computation) is chosen once at import.
  * Everything is static: the linker must never merge a body for one instruction set into another.
  *
- * Same bits everywhere: no contraction (-ffp-contract=off), no fast-math, and a reduction that has
- * a fixed number of lanes and a fixed tree, whatever the vector width.
+ * Same bits everywhere: no contraction (-ffp-contract=off), no fast-math, a fused multiply-add only
+ * where it is written, and reductions in a fixed number of lanes and a fixed tree, whatever the
+ * vector width.
  */
 #ifndef BERTINPUT_ROWS_H
 #define BERTINPUT_ROWS_H
@@ -118,6 +119,27 @@ BI_INLINE float bi_to_odd(double value) {
     return bi_f32_of_bits((double)nearest != value ? odd : bits);
 }
 
+/* A fused multiply-add, rounded once as IEEE 754 says, where no instruction does it: the product
+ * is exact in float64, and the sum is rounded to odd there, for which its error must be known
+ * (Moller and Knuth's TwoSum). */
+BI_INLINE float bi_fma(float a, float b, float c) {
+    const double product = (double)a * (double)b, addend = (double)c, sum = product + addend;
+    const double part = sum - product;
+    const double error = (product - (sum - part)) + (addend - part);
+    uint64_t bits, rest, step;
+    double odd;
+    memcpy(&bits, &sum, sizeof bits);
+    memcpy(&rest, &error, sizeof rest);
+    /* an even sum with an error moves by one towards it: away from 0 if their signs are one */
+    step = 1 - (((bits ^ rest) >> 63) << 1);
+    rest &= UINT64_C(0x7fffffffffffffff);
+    /* 0 < error < infinity, as two subtractions that borrow: SSE2 has no 64-bit comparison */
+    step &= 0 - (((0 - rest) & (rest - UINT64_C(0x7ff0000000000000))) >> 63);
+    bits += step & ((bits & 1) - 1);
+    memcpy(&odd, &bits, sizeof odd);
+    return (float)odd;
+}
+
 /* the i-th element of a row, exact in float32 (float64 tables: in float64) */
 #define BI_LOAD_F64(row, i) (((const bi_f64u *)(row).at)[i])
 #define BI_LOAD_F32(row, i) (((const bi_f32u *)(row).at)[i])
@@ -136,19 +158,26 @@ BI_INLINE float bi_to_odd(double value) {
 
 #define BI_ISA baseline
 #define BI_TARGET
+#if defined(__FP_FAST_FMAF) || defined(__aarch64__) || defined(_M_ARM64)
+#define BI_FMA fmaf
+#else
+#define BI_FMA bi_fma
+#endif
 #include "_rows_body.h"
 #undef BI_ISA
 #undef BI_TARGET
+#undef BI_FMA
 
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
 #define BI_X86_TARGETS 1
+#define BI_FMA fmaf
 #define BI_ISA avx2
-#define BI_TARGET __attribute__((target("avx2")))
+#define BI_TARGET __attribute__((target("avx2,fma")))
 #include "_rows_body.h"
 #undef BI_ISA
 #undef BI_TARGET
 #define BI_ISA avx512
-#define BI_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#define BI_TARGET __attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl")))
 #include "_rows_body.h"
 #undef BI_ISA
 #undef BI_TARGET
@@ -173,9 +202,10 @@ static int bi_isa_runs_here(int isa) {
     __builtin_cpu_init();
     if (isa == BI_ISA_AVX512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("fma");
     if (isa == BI_ISA_AVX2)
-        return __builtin_cpu_supports("avx2");
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
     return isa == BI_ISA_BASELINE;
 }

@@ -264,7 +264,7 @@ class BertEmbeddings:
         out = _arrays.as_out(out, result_dtype)
         threads = _arrays.as_threads(num_threads)
         if mask is not None:
-            _arrays.check_mask(mask, tokens)
+            _arrays.check_mask(mask, tokens, out)
         return stage.run(tokens, segments, positions, code, result_dtype, out, threads, normalize)
 
     # ---- what it holds ----
@@ -288,7 +288,7 @@ class BertEmbeddings:
     def layer_norm(self) -> tuple[NDArray[Any], NDArray[Any] | None, float] | None:
         """``(weight, bias, eps)`` in float64, or None."""
         norm = self._stage.norm
-        return None if norm is None else (norm.weight, norm.bias, norm.eps)
+        return None if norm is None else (_shown(norm.weight), _shown(norm.bias), norm.eps)
 
     @property
     def family(self) -> str:
@@ -380,9 +380,10 @@ def _kept(table: Table | None, given: Any) -> Any:
 
 
 def _shown(table: Any) -> Any:
+    """A view of its own for each who asks: its shape and flags are not the layer's."""
     if isinstance(table, BFloat16Table):
         return table.bits.view(_arrays.bfloat16_dtype("a bfloat16 table as an array"))
-    return table
+    return table.view() if isinstance(table, np.ndarray) else table
 
 
 def _kind(table: Any) -> str:

@@ -6,7 +6,7 @@ the rows that a call asks for.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -44,11 +44,11 @@ class QuantizedTable:
     rounded once to float32.
     """
 
-    __slots__ = ("scale", "values", "zero_point")
+    __slots__ = ("_scale", "_values", "_zero_point")
 
-    values: NDArray[Any]
-    scale: NDArray[np.float32]
-    zero_point: NDArray[Any] | None
+    _values: NDArray[Any]
+    _scale: NDArray[np.float32]
+    _zero_point: NDArray[Any] | None
 
     def __init__(
         self, values: ArrayLike, scale: ArrayLike, zero_point: ArrayLike | None = None
@@ -61,8 +61,10 @@ class QuantizedTable:
         scales = np.asarray(scale)
         if scales.dtype.kind != "f" or scales.dtype.itemsize > 8:
             raise TypeError(f"scale must be float32, not {scales.dtype}")
-        narrow = scales.astype(np.float32)
-        if not np.array_equal(narrow, scales, equal_nan=True):
+        with np.errstate(over="ignore"):
+            narrow = scales.astype(np.float32)
+        # Python's own numbers have no dtype to keep; an array of float64 is not rounded in silence
+        if isinstance(scale, np.ndarray) and not np.array_equal(narrow, scales, equal_nan=True):
             raise TypeError(f"scale must be float32; a {scales.dtype} value would be rounded")
         zeros = None
         if zero_point is not None:
@@ -77,20 +79,40 @@ class QuantizedTable:
                     f"zero_point must have the dtype of values, {array.dtype}, not {zeros.dtype}"
                 )
             zeros = _per_row("zero_point", zeros, array.shape[0])
-        object.__setattr__(self, "values", _read_only(array))
-        object.__setattr__(self, "scale", _per_row("scale", narrow, array.shape[0]))
-        object.__setattr__(self, "zero_point", zeros)
+        object.__setattr__(self, "_values", _read_only(array))
+        object.__setattr__(self, "_scale", _per_row("scale", narrow, array.shape[0]))
+        object.__setattr__(self, "_zero_point", zeros)
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"QuantizedTable is immutable; {name!r} cannot be set")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"QuantizedTable is immutable; {name!r} cannot be deleted")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return QuantizedTable, (self.values, self.scale, self.zero_point)
 
+    # Views: their shape and flags are not the table's.
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """The quantized rows."""
+        return self._values.view()
+
+    @property
+    def scale(self) -> NDArray[np.float32]:
+        """One scale for each row, or one for the table."""
+        return self._scale.view()
+
+    @property
+    def zero_point(self) -> NDArray[Any] | None:
+        """The value that stands for 0 in each row or in the table, or None."""
+        return None if self._zero_point is None else self._zero_point.view()
+
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and width."""
-        rows, width = self.values.shape
+        rows, width = self._values.shape
         return rows, width
 
     def __repr__(self) -> str:
