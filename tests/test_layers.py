@@ -443,7 +443,7 @@ def test_any_call(call: dict[str, Any]) -> None:
     exact = normalised(total, weight, bias, eps)
     with np.errstate(invalid="ignore"):
         result = layer(**ids, **options).astype(np.float64)
-    digits = {"float64": 22, "float32": 20, "float16": 10, "bfloat16": 7}[dtype.name]
+    digits = {"float64": 36, "float32": 20, "float16": 10, "bfloat16": 7}[dtype.name]
     np.testing.assert_allclose(result, exact, rtol=2.0**-digits, atol=2.0**-digits)
 
 
@@ -711,10 +711,21 @@ HASHES = """
         for kind in kinds:
             rng = np.random.default_rng(width)
             tables = [table(rng, rows, width, kind) for rows in (40, 20, 2)]
-            norm = rng.standard_normal(width), rng.standard_normal(width), 1e-12
-            layer = BertEmbeddings(*tables, layer_norm=norm)
             ids = rng.integers(0, 40, (3, 20))
-            for stage, dtype in itertools.product((layer.sum, layer), results):
+            ids[0, 0] = 2
+            usual = rng.standard_normal(width), rng.standard_normal(width), 1e-12
+            # Products just above half a unit in the last place of the bias, by less than float64
+            # can hold beside it: an instruction set without fused multiply-adds must round once.
+            ones = np.ones(width, np.float32)
+            unit = BertEmbeddings(*tables, layer_norm=(ones, None, 1e-12))(ids)[0, 0]
+            unit = np.where(unit == 0, ones, unit)
+            weight = np.float32(2.0**-24) / unit
+            weight = np.where(weight.astype(float) * unit > 2.0**-24, weight,
+                              np.nextafter(weight, np.copysign(np.float32(1), weight)))
+            layers = [BertEmbeddings(*tables, layer_norm=norm)
+                      for norm in (usual, (weight, ones, 1e-12))]
+            stages = (layers[0].sum, *layers)
+            for stage, dtype in itertools.product(stages, results):
                 digest = hashlib.sha256()
                 for count in threads:
                     values = stage(ids, ids % 2, dtype=dtype, num_threads=count)
@@ -728,8 +739,8 @@ def test_every_instruction_set_computes_the_same(fresh_python: Python) -> None:
     """Sums and LayerNorms of every table type; the other tests judge the values themselves."""
     code = HASHES.format(results=RESULT_NAMES, kinds=KIND_NAMES, threads=(1, 2, 3, 7))
     preferred = fresh_python(code).splitlines()
-    assert len(preferred) == 12 * len(KIND_NAMES) * 2 * len(RESULT_NAMES)
-    assert len({line.split()[-1] for line in preferred}) > 0.8 * len(preferred)
+    assert len(preferred) == 12 * len(KIND_NAMES) * 3 * len(RESULT_NAMES)
+    assert len({line.split()[-1] for line in preferred}) > 0.7 * len(preferred)
     tried = []
     for name in build_info()["instruction_sets"]:
         try:
@@ -1253,9 +1264,10 @@ def test_the_callers_own_writes_show_through() -> None:
     assert_same_bits(layer.sum(TOKENS, SEGMENTS), expected)
 
 
-def test_layer_norms_vectors_are_copied() -> None:
-    weight, bias, eps = norm_of()
-    layer = layer_of(layer_norm=(weight, bias, eps))
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+def test_layer_norms_vectors_are_copied(kind: str) -> None:
+    weight, bias = (vector.astype(kind) for vector in norm_of()[:2])
+    layer = layer_of(layer_norm=(weight, bias, 1e-12))
     before = layer(TOKENS), layer(TOKENS, dtype=np.float64)
     weight[:], bias[:] = 0, 0
     assert_same_bits(layer(TOKENS), before[0])
@@ -1408,26 +1420,28 @@ def test_pickles_by_path(
     assert printed.strip() == hashlib.sha256(layer(IDS).tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("change", ["header", "size", "shorter", "gone"])
+@pytest.mark.parametrize("change", ["header", "rows", "shorter", "gone"])
 def test_pickles_of_a_file_that_changed(change: str, tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "model", note="first")
+    folder = write_checkpoint(tmp_path / "model", rows=20_000, note="first")
     pickled = pickle.dumps(BertEmbeddings.from_pretrained(folder, mmap=False))
     file = folder / "model.safetensors"
     size = file.stat().st_size
     if change == "header":
-        write_checkpoint(folder, note="other")
+        write_checkpoint(folder, rows=20_000, note="other")
         assert file.stat().st_size == size
-    elif change == "size":
-        write_checkpoint(folder, rows=4001, note="first")
+    elif change == "rows":
+        write_checkpoint(folder, rows=20_001, note="first")
     elif change == "shorter":
         file.write_bytes(file.read_bytes()[:-4])
     else:
         file.unlink()
     with pytest.raises(FileNotFoundError if change == "gone" else ValueError) as error:
         pickle.loads(pickled)
-    assert "model" in str(error.value)
-    write_checkpoint(folder, note="first")
-    assert pickle.loads(pickled).vocab_size == 4000
+    says(error, str(folder))
+    if change != "gone":
+        says(error, "changed")
+    write_checkpoint(folder, rows=20_000, note="first")
+    assert pickle.loads(pickled).vocab_size == 20_000
 
 
 def test_bfloat16_checkpoints_need_no_extra(tmp_path: Path, fresh_python: Python) -> None:
@@ -1489,18 +1503,21 @@ def test_calls_from_many_threads() -> None:
             done.result()
 
 
-def turns_of_another_thread(call: Callable[[], Any], attempts: int) -> int:
+def turns_of_another_thread(
+    call: Callable[[], Any], attempts: int, counts: Callable[[], Any] = lambda: True
+) -> int:
     """How often another Python thread came to run while `call` did, in up to `attempts` calls.
 
     Nobody is ever asked to hand over the GIL, since the switch interval outlasts the test: the
     other thread gets it only if the call lets go of it. So this counts, and measures no time.
+    A turn in which `counts` is false is none.
     """
     turns, stop = 0, threading.Event()
 
     def count() -> None:
         nonlocal turns
         while not stop.is_set():
-            turns += 1
+            turns += bool(counts())
             time.sleep(0.0001)  # hands the GIL back
 
     other = threading.Thread(target=count)
@@ -1525,13 +1542,19 @@ def turns_of_another_thread(call: Callable[[], Any], attempts: int) -> int:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("entry", STAGES)
 def test_the_gil_is_released_during_a_large_call(entry: str, threads: int) -> None:
+    """Another thread sees the result while only a part of it is there."""
     layer = layer_of(tables_of(width=256))
-    ids = np.zeros((1000, 11), int)
-    out = np.empty((1000, 11, 256), np.float32)
-    call = ENTRIES[entry]
-    call(layer, ids, out=out, num_threads=threads)
-    attempts = 500
-    assert turns_of_another_thread(lambda: call(layer, ids, out=out, num_threads=threads), attempts)
+    ids = np.zeros((4000, 11), int)
+    out = np.empty((4000, 11, 256), np.float32)
+
+    def call() -> None:
+        out[...] = np.nan
+        ENTRIES[entry](layer, ids, out=out, num_threads=threads)
+
+    def half_done() -> bool:
+        return not np.isnan(out[0, 0, 0]) and bool(np.isnan(out[-1, -1, -1]))
+
+    assert turns_of_another_thread(call, 500, half_done)
     if getattr(sys, "_is_gil_enabled", lambda: True)():  # the count tells who holds it
         assert turns_of_another_thread(lambda: sum(range(100_000)), 20) == 0
 
@@ -1558,7 +1581,7 @@ def test_a_forked_child_computes_too(
         for _ in range(3):
             child = os.fork()
             if not child:
-                signal.alarm(60)  # end a child that hangs
+                signal.alarm(30)  # end a child that hangs
                 twin = pickle.loads(pickle.dumps(layer))
                 same = call({threads}) == call(2) == call({threads}, twin) == expected
                 os._exit(0 if same else 3)
@@ -1602,7 +1625,7 @@ def test_a_quantized_table_is_immutable() -> None:
     values, scale, zero = np.ones((4, 5), np.int8), np.ones(4, np.float32), np.ones(4, np.int8)
     table = QuantizedTable(values, scale, zero)
     assert table.shape == (4, 5)
-    for name in ("values", "scale", "zero_point", "shape", "something_new"):
+    for name in ("values", "scale", "zero_point", "shape", "new", *QuantizedTable.__slots__):
         with pytest.raises(AttributeError):
             setattr(table, name, None)
         with pytest.raises(AttributeError):

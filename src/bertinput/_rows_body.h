@@ -67,11 +67,14 @@ BI_ROUND(F64, bi_f64, BF16, bi_u16u, BI_F64_TO_BF16)
  *
  * One pass takes the first two moments about 0. Where the mean exceeds the deviation, that would
  * lose digits (rows of mean 10 and deviation 0.01: 6 % of the variance), and a second pass takes
- * them about the mean. Sums run in BI_LANES lanes of C, then in a fixed tree in float64. Where
- * squares leave C's range, the row is computed again, scaled.
+ * them about the mean; a third serves means that were too coarse. Sums run in BI_LANES lanes of C
+ * over at most BI_BLOCK elements, then in a fixed tree in float64. Where even that leaves doubt,
+ * or squares leave C's range, the row is computed again in float64, scaled.
  */
 #ifndef BI_LANES
 #define BI_LANES 32
+#define BI_BLOCK 2048
+#define BI_PASSES 3
 #define BI_TREE(C, ctype)                                                                          \
     BI_INLINE double bi_tree_##C(const ctype *lane) {                                              \
         double sum[BI_LANES / 2];                                                                  \
@@ -87,28 +90,35 @@ BI_TREE(F64, bi_f64)
 #endif
 
 #define BI_MOMENTS(C, ctype)                                                                       \
-    static BI_TARGET void BI_ISA_NAME(moments_##C)(const ctype##u *BI_RESTRICT x, int64_t width,   \
+    static BI_TARGET void BI_ISA_NAME(moments_##C)(const ctype##u *BI_RESTRICT row, int64_t width, \
                                                    ctype shift, double *first, double *second) {   \
-        ctype sums[BI_LANES] = {0}, squares[BI_LANES] = {0}, tail[BI_LANES];                       \
-        int64_t whole = width - width % BI_LANES;                                                  \
-        for (int64_t i = 0; i < whole; i += BI_LANES)                                              \
-            for (int k = 0; k < BI_LANES; k++) {                                                   \
-                ctype d = x[i + k] - shift;                                                        \
-                sums[k] += d;                                                                      \
-                squares[k] += d * d;                                                               \
+        *first = *second = 0;                                                                      \
+        for (int64_t done = 0; done < width; done += BI_BLOCK) {                                   \
+            const ctype##u *BI_RESTRICT x = row + done;                                            \
+            const int64_t count = width - done < BI_BLOCK ? width - done : BI_BLOCK;               \
+            const int64_t whole = count - count % BI_LANES;                                        \
+            ctype sums[BI_LANES] = {0}, squares[BI_LANES] = {0}, tail[BI_LANES];                   \
+            for (int64_t i = 0; i < whole; i += BI_LANES)                                          \
+                for (int k = 0; k < BI_LANES; k++) {                                               \
+                    ctype d = x[i + k] - shift;                                                    \
+                    sums[k] += d;                                                                  \
+                    squares[k] += d * d;                                                           \
+                }                                                                                  \
+            if (whole < count) {                                                                   \
+                for (int k = 0; k < BI_LANES; k++)                                                 \
+                    tail[k] = shift;                                                               \
+                memcpy(tail, x + whole, (size_t)(count - whole) * sizeof(ctype));                  \
+                for (int k = 0; k < BI_LANES; k++) {                                               \
+                    ctype d = tail[k] - shift;                                                     \
+                    sums[k] += d;                                                                  \
+                    squares[k] += d * d;                                                           \
+                }                                                                                  \
             }                                                                                      \
-        if (whole < width) {                                                                       \
-            for (int k = 0; k < BI_LANES; k++)                                                     \
-                tail[k] = shift;                                                                   \
-            memcpy(tail, x + whole, (size_t)(width - whole) * sizeof(ctype));                      \
-            for (int k = 0; k < BI_LANES; k++) {                                                   \
-                ctype d = tail[k] - shift;                                                         \
-                sums[k] += d;                                                                      \
-                squares[k] += d * d;                                                               \
-            }                                                                                      \
+            *first += bi_tree_##C(sums);                                                           \
+            *second += bi_tree_##C(squares);                                                       \
         }                                                                                          \
-        *first = bi_tree_##C(sums) / (double)width;                                                \
-        *second = bi_tree_##C(squares) / (double)width;                                            \
+        *first /= (double)width;                                                                   \
+        *second /= (double)width;                                                                  \
     }
 
 /* The last pass in float32: two fused multiply-adds, rounded as IEEE 754 says, keep the largest
@@ -143,8 +153,9 @@ static BI_TARGET void BI_ISA_NAME(finish_F64)(const bi_f64u *BI_RESTRICT x, int6
 }
 
 #ifndef BI_NORM_FAR
-/* The rare row whose squares overflow or vanish: scaled by a power of two into the middle of
- * float64's range, then the textbook's two passes. NaN and infinity end as NaN, as by formula. */
+/* The rare row whose mean dwarfs its deviation, or whose squares overflow or vanish: scaled by a
+ * power of two into the middle of float64's range, then the textbook's two passes. NaN and
+ * infinity end as NaN, as by formula. */
 #define BI_NORM_FAR(C, ctype)                                                                      \
     static void bi_norm_far_##C(const ctype##u *x, int64_t width, const ctype##u *w,               \
                                 const ctype##u *b, double eps, ctype##u *result) {                 \
@@ -182,16 +193,17 @@ BI_NORM_FAR(F64, bi_f64)
         const ctype##u *w = (const ctype##u *)weight, *b = (const ctype##u *)bias;                 \
         ctype##u *result = (ctype##u *)out;                                                        \
         ctype shift = 0;                                                                           \
-        double left, square, spread, variance;                                                     \
-        BI_ISA_NAME(moments_##C)(x, width, shift, &left, &square);                                 \
-        spread = square - left * left;                                                             \
-        if (!(left * left <= spread)) {                                                            \
-            shift = (ctype)left;                                                                   \
+        double left = 0, spread = 0, variance;                                                     \
+        int settled = 0;                                                                           \
+        for (int pass = 0; pass < BI_PASSES && !settled; pass++) {                                 \
+            double square;                                                                         \
+            shift = (ctype)(shift + left);                                                         \
             BI_ISA_NAME(moments_##C)(x, width, shift, &left, &square);                             \
             spread = square - left * left;                                                         \
+            settled = left * left <= spread;                                                       \
         }                                                                                          \
         variance = (spread > 0 ? spread : 0) + eps;                                                \
-        if (variance >= LEAST && spread <= MOST)                                                   \
+        if (settled && variance >= LEAST && spread <= MOST)                                        \
             BI_ISA_NAME(finish_##C)(x, width, w, b, shift, left, 1.0 / sqrt(variance), result);    \
         else                                                                                       \
             bi_norm_far_##C(x, width, w, b, eps, result);                                          \

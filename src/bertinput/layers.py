@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -79,7 +79,7 @@ class BertEmbeddings:
         position_embeddings: Any = None,
         segment_embeddings: Any = None,
         *,
-        layer_norm: tuple[Any, Any, float] | None = None,
+        layer_norm: Sequence[Any] | None = None,
         family: str = "bert",
     ) -> None:
         declared = family_named(family)
@@ -149,13 +149,13 @@ class BertEmbeddings:
             layer_norm=found.layer_norm,
             family=found.family.name,
         )
-        arguments = {"family": family, "eps": eps, "mmap": mmap}
+        arguments = {"family": layer.family, "eps": layer.eps, "mmap": mmap}
         _set(layer, _source=(os.path.abspath(path), arguments, fingerprint(path)))
         return layer
 
     def __call__(
         self,
-        token_ids: ArrayLike | Mapping[str, ArrayLike],
+        token_ids: Any,
         segment_ids: ArrayLike | None = None,
         *,
         position_ids: ArrayLike | None = None,
@@ -204,7 +204,7 @@ class BertEmbeddings:
 
     def sum(
         self,
-        token_ids: ArrayLike | Mapping[str, ArrayLike],
+        token_ids: Any,
         segment_ids: ArrayLike | None = None,
         *,
         position_ids: ArrayLike | None = None,
@@ -232,7 +232,7 @@ class BertEmbeddings:
 
     def inputs_embeds(
         self,
-        token_ids: ArrayLike | Mapping[str, ArrayLike],
+        token_ids: Any,
         *,
         dtype: DTypeLike = np.float32,
         out: NDArray[Any] | None = None,
