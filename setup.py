@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError, ExecError, LinkError, PlatformError
@@ -113,17 +112,14 @@ class BuildCore(build_ext):
         return ""
 
 
-core = Extension(
-    "bertinput._core",
-    ["src/bertinput/_core.pyx"],
-    include_dirs=[np.get_include()],
-    define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
-    depends=[
-        f"src/bertinput/{name}" for name in ("_rows.h", "_rows_body.h", "_ids.h", "_threads.h")
-    ],
-)
-
-setup(
-    ext_modules=cythonize([core], compiler_directives={"language_level": 3}),
-    cmdclass={"build_ext": BuildCore},
-)
+if __name__ == "__main__":  # a build does run this file as the main one; the tests import it
+    core = Extension(
+        "bertinput._core",
+        ["src/bertinput/_core.pyx"],  # setuptools hands it to Cython, once a compiler is there
+        include_dirs=[np.get_include()],
+        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+        depends=[
+            f"src/bertinput/{name}" for name in ("_rows.h", "_rows_body.h", "_ids.h", "_threads.h")
+        ],
+    )
+    setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})

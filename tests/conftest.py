@@ -23,6 +23,9 @@ settings.load_profile("bertinput")
 # Set where everything that a test may need is installed: then a skip hides a fault.
 NO_SKIPS = os.environ.get("BERTINPUT_NO_SKIPS") == "1"
 
+# As it was before the package was imported: what an import leaves behind must not be inherited.
+ENVIRONMENT = dict(os.environ)
+
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -95,7 +98,7 @@ def python_run(code: str, **environment: str) -> str:
     """Run `code` in a fresh interpreter, warnings as errors, and return what it prints."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-X", "faulthandler", "-c", textwrap.dedent(code)],
-        env=os.environ | environment,
+        env=ENVIRONMENT | environment,
         capture_output=True,
         text=True,
         timeout=120,  # a guard against hanging, no measurement

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import importlib.metadata
 import inspect
+import io
 import pkgutil
 import re
 import subprocess
@@ -78,12 +80,15 @@ def test_what_the_wheels_are_tested_with_exists() -> None:
     assert [name for name in settings["test-sources"] if not (ROOT / name).exists()] == []
 
 
+MODULES = [bertinput] + [
+    importlib.import_module(f"bertinput.{found.name}")
+    for found in pkgutil.iter_modules(bertinput.__path__)
+    if not found.name.startswith("_")
+]
+
+
 def public_objects() -> Iterator[Any]:
-    names = [found.name for found in pkgutil.iter_modules(bertinput.__path__)]
-    modules = [
-        importlib.import_module(f"bertinput.{name}") for name in names if not name.startswith("_")
-    ]
-    for module in [bertinput, *modules]:
+    for module in MODULES:
         yield pytest.param(module, id=module.__name__)
         for name in module.__all__:
             item = getattr(module, name)
@@ -98,10 +103,24 @@ def public_objects() -> Iterator[Any]:
                     yield pytest.param(value, id=f"{module.__name__}.{name}.{member}")
 
 
-@pytest.mark.parametrize("item", public_objects())
+@pytest.mark.parametrize("item", list(public_objects()))
 def test_what_is_public_has_a_docstring(item: Any) -> None:
     assert item.__doc__
     assert item.__doc__.strip()
+
+
+EXAMPLES = [
+    docstring
+    for module in MODULES
+    for docstring in doctest.DocTestFinder().find(module)
+    if docstring.examples
+]
+
+
+@pytest.mark.parametrize("docstring", EXAMPLES, ids=lambda docstring: docstring.name)
+def test_a_docstring_shows_what_comes_out(docstring: doctest.DocTest) -> None:
+    report = io.StringIO()
+    assert doctest.DocTestRunner().run(docstring, out=report.write).failed == 0, report.getvalue()
 
 
 # Written so that this file holds none of what it looks for.
