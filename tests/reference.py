@@ -73,7 +73,7 @@ def decoded(table: Any) -> Array:
         zero = 0 if table.zero_point is None else np.asarray(table.zero_point).astype(np.int32)
         steps = table.values.astype(np.int32) - np.reshape(zero, (-1, 1))
         with np.errstate(all="ignore"):
-            product = steps.astype(np.float32) * np.reshape(np.float32(table.scale), (-1, 1))
+            product: Array = steps.astype(np.float32) * np.reshape(np.float32(table.scale), (-1, 1))
         assert product.dtype == np.float32
         return product
     array = np.asarray(table)
@@ -100,7 +100,8 @@ def reference_sum(
     wide = [t.dtype for t in tables] + [np.dtype(dtype)]
     compute = np.float64 if np.dtype(np.float64) in wide else np.float32
     with np.errstate(invalid="ignore"):  # signalling NaNs
-        token, position, segment = (t.astype(compute) for t in tables)
+        computing: list[Array] = [t.astype(compute) for t in tables]
+    token, position, segment = computing
 
     tokens = np.asarray(token_ids).astype(np.int64)
     segments = np.asarray(0 if segment_ids is None else segment_ids).astype(np.int64)
@@ -112,7 +113,7 @@ def reference_sum(
     positions = np.broadcast_to(positions, tokens.shape)
 
     with np.errstate(all="ignore"):
-        total = (token[tokens] + position[positions]) + segment[segments]
+        total: Array = (token[tokens] + position[positions]) + segment[segments]
     assert total.dtype == compute
     return round_once(total, dtype)
 

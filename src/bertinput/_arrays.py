@@ -75,17 +75,16 @@ def _as_array(name: str, value: Any) -> NDArray[Any]:
     torch = _torch_of(value)
     if torch is not None:
         return _from_torch(name, value, torch)
-    if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
-        try:
-            return np.from_dlpack(value)
-        except (BufferError, RuntimeError) as error:
-            raise TypeError(f"{name} cannot be read in this process: {error}") from error
     try:
+        if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
+            return np.from_dlpack(value)
         return np.asarray(value)
     except ValueError as error:
         raise ValueError(f"{name} is not rectangular: {error}") from error
     except OverflowError as error:
         raise IndexError(f"{name} holds an integer that is too large: {error}") from error
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise TypeError(f"{name} cannot be read as an array: {error}") from error
 
 
 def _torch_of(value: Any) -> Any:
@@ -103,7 +102,10 @@ def _from_torch(name: str, tensor: Any, torch: Any) -> NDArray[Any]:
     tensor = tensor.detach()
     if tensor.dtype is torch.bfloat16:
         raise TypeError(f"{name} must be integers, not bfloat16")
-    array: NDArray[Any] = tensor.numpy()
+    try:
+        array: NDArray[Any] = tensor.numpy()
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(f"{name} is a tensor of {tensor.dtype}, unknown to NumPy") from error
     return array
 
 
@@ -295,10 +297,10 @@ def result_type(dtype: Any) -> ResultType:
     if isinstance(dtype, str) and dtype == "bfloat16":
         return _TYPES["bfloat16"], bfloat16_dtype("a bfloat16 result")
     try:
-        found = np.dtype(dtype)
+        found = None if dtype is None else np.dtype(dtype)
     except TypeError:
         found = None
-    if found is None or dtype is None or found.name not in TYPE_NAMES[: _BFLOAT16 + 1]:
+    if found is None or found.name not in TYPE_NAMES[: _BFLOAT16 + 1]:
         named = getattr(dtype, "__name__", dtype) if found is None else _dtype_name(found)
         raise TypeError(f"dtype must be float64, float32, float16 or bfloat16, not {named}")
     if not found.isnative:
