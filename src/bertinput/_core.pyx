@@ -50,6 +50,7 @@ cdef extern from "_rows.h" nogil:
         bi_fold add[6]
         bi_norm norm
         bi_round round[4]
+    void bi_prefetch(const char *at, int64_t bytes)
     const char *bi_isa_names[3]
     bint bi_isa_built(int isa)
     bint bi_isa_runs_here(int isa)
@@ -109,6 +110,12 @@ TYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8")
 cdef enum:
     CHUNK = 128
     MAX_PARTS = 64
+# Rows of the token table are prefetched so many tokens ahead. Measured with other ids at each call,
+# float32, against no prefetch, for 128, 512, 4096 tokens of width 768 and 16384 of 1024: 1.22, 1.22,
+# 1.10, 1.18 times as fast (4 ahead), 1.20, 1.17, 1.15, 1.14 (1 ahead); rows that a cache holds
+# already lose up to 5 %. Writing results past the cache gained nothing: 0.96, 1.07 at 64, 128 MiB.
+cdef enum:
+    AHEAD = 4
 
 # Below this many elements of result a call keeps the GIL: releasing it costs about 50 ns when
 # nobody waits, and a wait for it when somebody does, against at most about 10 us of work.
@@ -200,6 +207,7 @@ cdef struct Job:
     int64_t width
     int64_t row_bytes   # of the computation's type
     int64_t out_bytes   # of a row of the result
+    int64_t first_bytes # of a row of the first table, the token table
     char *out
     bi_norm norm
     const void *weight
@@ -264,6 +272,10 @@ cdef int run_range(const Job *job, int64_t start, int64_t stop, char *scratch) n
                     for i in range(count):
                         ids[role][i] = 0
             for i in range(count):
+                if i + AHEAD < count:
+                    term = &job.term[0]
+                    bi_prefetch(term.data + ids[term.role][i + AHEAD] * term.stride,
+                                job.first_bytes)
                 for k in range(job.terms):
                     term = &job.term[k]
                     row[k].at = term.data + ids[term.role][i] * term.stride
@@ -591,6 +603,7 @@ cdef class Stage:
         job.round = kernels.round[result_type]
         job.width = self.width
         job.row_bytes = (self.width * (8 if wide else 4) + 63) // 64 * 64
+        job.first_bytes = self.width * cnp.PyArray_ITEMSIZE(self.token.values)
         job.out_bytes = self.width * cnp.PyArray_ITEMSIZE(out)
         job.out = <char *> cnp.PyArray_DATA(out)
         parts = <int> smaller(smaller(num_threads if num_threads > 0 else 1, MAX_PARTS), job.tokens)
