@@ -111,7 +111,7 @@ cdef enum:
     CHUNK = 128
     MAX_PARTS = 64
 # Rows of the token table are prefetched so many tokens ahead. Measured with other ids at each call,
-# float32, against no prefetch, for 128, 512, 4096 tokens of width 768 and 16384 of 1024: 1.22, 1.22,
+# float32, against no prefetch, for 128, 512, 4096 tokens of width 768, 16384 of 1024: 1.22, 1.22,
 # 1.10, 1.18 times as fast (4 ahead), 1.20, 1.17, 1.15, 1.14 (1 ahead); rows that a cache holds
 # already lose up to 5 %. Writing results past the cache gained nothing: 0.96, 1.07 at 64, 128 MiB.
 cdef enum:
@@ -207,7 +207,7 @@ cdef struct Job:
     int64_t width
     int64_t row_bytes   # of the computation's type
     int64_t out_bytes   # of a row of the result
-    int64_t first_bytes # of a row of the first table, the token table
+    int64_t first_bytes  # of a row of the first table, the token table
     char *out
     bi_norm norm
     const void *weight
