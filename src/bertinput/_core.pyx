@@ -198,106 +198,124 @@ cdef struct Term:
     const int32_t *zero
     int64_t zero_step
     int role
-    bi_fold fold        # sets (first term) or adds (the others), where the table types differ
+    bi_fold fold            # sets (first term) or adds (the others), where the table types differ
 
 cdef struct Job:
     Term term[3]
     int terms
-    bi_fold fold        # the whole sum at once, where the table types are one
-    int64_t width
-    int64_t row_bytes   # of the computation's type
-    int64_t out_bytes   # of a row of the result
-    int64_t first_bytes  # of a row of the first table, the token table
-    char *out
-    bi_norm norm
+    bi_fold fold            # the whole sum at once, where the table types are one
+    bi_norm norm            # NULL: no LayerNorm
+    bi_round round          # NULL: the result is of the computation's type
     const void *weight
     const void *bias
     double eps
-    bi_round round
+    int64_t width
+    int64_t row_bytes       # of a row of the computation's type, padded to 64
+    int64_t out_bytes       # of a row of the result
+    int64_t first_bytes     # of a row of the first table, the token table
+    char *out
+    char *scratch           # two rows for each share: before and after LayerNorm
+    int64_t scratch_bytes
     # Ids: NULL stands for 0 (segments) or the place in the last axis (positions).
     const bi_ids *ids[3]
     int64_t limit[3]
     # Tokens: leading axes, merged where all ids allow it, and the last one.
+    int64_t tokens
     int leads
     int64_t lead_shape[64]
     int64_t lead_stride[3][64]
     int64_t last
     int64_t last_stride[3]
-    bint counted        # positions count along the last axis
-    char *scratch
-    int64_t scratch_bytes
-    int64_t tokens
+    bint counted            # positions count along the last axis
 
 
 cdef inline int64_t smaller(int64_t a, int64_t b) noexcept nogil:
     return a if a < b else b
 
 
+cdef inline void find_ids(const Job *job, int64_t lead, const char **at) noexcept nogil:
+    """Where the ids of one run of the last axis begin; `lead` counts runs in C order."""
+    cdef int64_t rest, index
+    cdef int role, axis
+    for role in range(ROLES):
+        at[role] = job.ids[role].data if job.ids[role] != NULL else NULL
+    for axis in range(job.leads - 1, -1, -1):
+        rest = lead // job.lead_shape[axis]
+        index = lead - rest * job.lead_shape[axis]
+        for role in range(ROLES):
+            if job.ids[role] != NULL:
+                at[role] += index * job.lead_stride[role][axis]
+        lead = rest
+
+
+cdef inline int read_ids(const Job *job, const char *const *at, int64_t place, int64_t count,
+                         int64_t (*ids)[CHUNK]) noexcept nogil:
+    """Read and check `count` ids of each role; 0, or 1 + the role whose id went out of range."""
+    cdef int64_t i
+    cdef int role
+    for role in range(ROLES):
+        if job.ids[role] != NULL:
+            bi_read_ids(job.ids[role], at[role] + place * job.last_stride[role],
+                        job.last_stride[role], count, ids[role])
+            if bi_first_outside(ids[role], count, job.limit[role]) >= 0:
+                return 1 + role
+        else:
+            for i in range(count):
+                ids[role][i] = place + i if role == POSITION and job.counted else 0
+    return 0
+
+
+cdef inline void compute_row(const Job *job, const int64_t *id_of, char *out,
+                             char *scratch) noexcept nogil:
+    """Sum one token's rows, normalise them, round them."""
+    cdef bi_row row[3]
+    cdef const Term *term
+    cdef int64_t id
+    cdef int k
+    cdef char *normed = scratch + job.row_bytes if job.round != NULL else out
+    cdef char *acc = scratch if job.norm != NULL else normed
+    for k in range(job.terms):
+        term = &job.term[k]
+        id = id_of[term.role]
+        row[k].at = term.data + id * term.stride
+        if term.scale != NULL:
+            row[k].scale = term.scale[id * term.scale_step]
+            row[k].zero = term.zero[id * term.zero_step] if term.zero != NULL else 0
+    if job.fold != NULL:
+        job.fold(acc, row, job.width)
+    else:
+        for k in range(job.terms):
+            job.term[k].fold(acc, row + k, job.width)
+    if job.norm != NULL:
+        job.norm(acc, job.width, job.weight, job.bias, job.eps, normed)
+    if job.round != NULL:
+        job.round(normed, out, job.width)
+
+
 cdef int run_range(const Job *job, int64_t start, int64_t stop, char *scratch) noexcept nogil:
     """Compute tokens start..stop-1 (in C order); 0, or 1 + the role whose id went out of range."""
     cdef int64_t ids[3][CHUNK]
-    cdef bi_row row[3]
+    cdef int64_t id_of[3]
     cdef const char *at[3]
-    cdef const Term *term
+    cdef const Term *first = &job.term[0]
     cdef char *out = job.out + start * job.out_bytes
-    cdef char *acc
-    cdef char *normed = scratch + job.row_bytes
-    cdef int64_t lead, rest, place, count, i, k
-    cdef int role, axis
-    cdef bint in_place = job.norm == NULL and job.round == NULL
+    cdef int64_t place, count, i
+    cdef int role, failed
     while start < stop:
-        lead = start // job.last
-        place = start - lead * job.last
-        for role in range(ROLES):
-            if job.ids[role] != NULL:
-                at[role] = job.ids[role].data
-        for axis in range(job.leads - 1, -1, -1):
-            rest = lead // job.lead_shape[axis]
-            for role in range(ROLES):
-                if job.ids[role] != NULL:
-                    at[role] += (lead - rest * job.lead_shape[axis]) * job.lead_stride[role][axis]
-            lead = rest
+        find_ids(job, start // job.last, at)
+        place = start % job.last
         while place < job.last and start < stop:
             count = smaller(CHUNK, smaller(job.last - place, stop - start))
-            for role in range(ROLES):
-                if job.ids[role] != NULL:
-                    bi_read_ids(job.ids[role], at[role] + place * job.last_stride[role],
-                                job.last_stride[role], count, ids[role])
-                    if bi_first_outside(ids[role], count, job.limit[role]) >= 0:
-                        return 1 + role
-                elif role == POSITION and job.counted:
-                    for i in range(count):
-                        ids[role][i] = place + i
-                else:
-                    for i in range(count):
-                        ids[role][i] = 0
+            failed = read_ids(job, at, place, count, ids)
+            if failed:
+                return failed
             for i in range(count):
                 if i + AHEAD < count:
-                    term = &job.term[0]
-                    bi_prefetch(term.data + ids[term.role][i + AHEAD] * term.stride,
+                    bi_prefetch(first.data + ids[first.role][i + AHEAD] * first.stride,
                                 job.first_bytes)
-                for k in range(job.terms):
-                    term = &job.term[k]
-                    row[k].at = term.data + ids[term.role][i] * term.stride
-                    if term.scale != NULL:
-                        row[k].scale = term.scale[ids[term.role][i] * term.scale_step]
-                        row[k].zero = 0
-                        if term.zero != NULL:
-                            row[k].zero = term.zero[ids[term.role][i] * term.zero_step]
-                acc = out if in_place else scratch
-                if job.fold != NULL:
-                    job.fold(acc, row, job.width)
-                else:
-                    for k in range(job.terms):
-                        job.term[k].fold(acc, row + k, job.width)
-                if job.norm != NULL:
-                    if job.round == NULL:
-                        job.norm(acc, job.width, job.weight, job.bias, job.eps, out)
-                    else:
-                        job.norm(acc, job.width, job.weight, job.bias, job.eps, normed)
-                        job.round(normed, out, job.width)
-                elif job.round != NULL:
-                    job.round(acc, out, job.width)
+                for role in range(ROLES):
+                    id_of[role] = ids[role][i]
+                compute_row(job, id_of, out, scratch)
                 out += job.out_bytes
             place += count
             start += count
