@@ -110,12 +110,13 @@ TYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8")
 cdef enum:
     CHUNK = 128
     MAX_PARTS = 64
-# Rows of the token table are prefetched so many tokens ahead. Measured with other ids at each call,
-# float32, against no prefetch, for 128, 512, 4096 tokens of width 768, 16384 of 1024: 1.22, 1.22,
-# 1.10, 1.18 times as fast (4 ahead), 1.20, 1.17, 1.15, 1.14 (1 ahead); rows that a cache holds
-# already lose up to 5 %. Writing results past the cache gained nothing: 0.96, 1.07 at 64, 128 MiB.
+# Rows of the token table are prefetched so many tokens ahead. Measured with float32 rows of width
+# 768, microseconds a call without / with, when ids change from call to call: 128 tokens 28.5 / 24,
+# 512 128 / 94, 4096 1034 / 770; when they do not and a cache holds the rows: 128 tokens 15.7 / 17.4,
+# 512 63 / 57, 4096 745 / 530. 2 and 4 ahead were close, every other cache line was worse. Writing
+# large results past the cache gained nothing.
 cdef enum:
-    AHEAD = 4
+    AHEAD = 3
 
 # Below this many elements of result a call keeps the GIL: releasing it costs about 50 ns when
 # nobody waits, and a wait for it when somebody does, against at most about 10 us of work.
