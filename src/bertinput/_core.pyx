@@ -111,10 +111,10 @@ cdef enum:
     CHUNK = 128
     MAX_PARTS = 64
 # Rows of the token table are prefetched so many tokens ahead. Measured with float32 rows of width
-# 768, microseconds a call without / with, when ids change from call to call: 128 tokens 28.5 / 24,
-# 512 128 / 94, 4096 1034 / 770; when they do not and a cache holds the rows: 128 tokens 15.7 / 17.4,
-# 512 63 / 57, 4096 745 / 530. 2 and 4 ahead were close, every other cache line was worse. Writing
-# large results past the cache gained nothing.
+# 768, microseconds a call without / with. Ids that change from call to call: 128 tokens 28.5 / 24,
+# 512 128 / 94, 4096 1034 / 770; the same ids, whose rows a cache holds: 15.7 / 17.4, 63 / 57,
+# 745 / 530. 2 and 4 ahead were close, every other cache line was worse. Writing large results past
+# the cache gained nothing.
 cdef enum:
     AHEAD = 3
 
