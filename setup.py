@@ -16,7 +16,8 @@ from setuptools.errors import CCompilerError, CompileError, ExecError, LinkError
 NO_OPENMP = os.environ.get("BERTINPUT_NO_OPENMP", "") not in ("", "0")
 
 NO_COMPILER = """\
-bertinput is being built from source, and no working C compiler was found.
+bertinput is being built from source, and no working C compiler
+with Python's headers was found.
   Debian, Ubuntu:  apt-get install gcc python3-dev
   Fedora, RHEL:    dnf install gcc python3-devel
   Alpine:          apk add gcc musl-dev python3-dev
@@ -33,7 +34,7 @@ The C compiler works, but not with OpenMP (tried {flags}).
 To build for one thread, set BERTINPUT_NO_OPENMP=1.
 What the compiler said: {reason}"""
 
-PROBE = "int main(void) { return 0; }\n"
+PROBE = "#include <Python.h>\nint main(void) { return 0; }\n"
 OPENMP_PROBE = """\
 #include <omp.h>
 int main(void) {
@@ -51,6 +52,7 @@ def flags_for(compiler_type: str, system: str, machine: str) -> tuple[list[str],
         return ["/O2", "/fp:precise", "/std:c11"], []
     flags = [
         "-O3",
+        "-fno-fast-math",  # whatever CFLAGS say
         "-g0",  # Python's own flags ask for debug data, which would triple the wheel
         "-std=c11",
         "-ffp-contract=off",  # a fused multiply-add rounds once where NumPy rounds twice
@@ -60,9 +62,8 @@ def flags_for(compiler_type: str, system: str, machine: str) -> tuple[list[str],
     ]
     if machine in ("i386", "i486", "i586", "i686"):
         flags += ["-msse2", "-mfpmath=sse"]  # the x87 unit rounds differently
-    links = ["-lm"] if system == "linux" else []
-    if system == "linux":
-        links.append("-pthread")
+    # the last two: linked with fast-math, GCC's start-up code flushes subnormals process-wide
+    links = ["-lm", "-pthread", "-O3", "-fno-fast-math"] if system == "linux" else []
     return flags, links
 
 
@@ -104,8 +105,9 @@ class BuildCore(build_ext):
                 objects = self.compiler.compile(
                     [str(path)], output_dir=folder, extra_postargs=flags
                 )
-                self.compiler.link_executable(
-                    objects, "probe", output_dir=folder, extra_postargs=links
+                # as the extension will be linked, with all that the environment adds
+                self.compiler.link_shared_object(
+                    objects, str(Path(folder, "probe.so")), extra_postargs=links
                 )
             except (CCompilerError, CompileError, ExecError, LinkError, OSError) as error:
                 return str(error) or type(error).__name__

@@ -71,7 +71,7 @@ LAYER = Row("float32 sum: prepared layer, out=", "layer", FLOAT32)
 SEED = Row(
     "float64 sum: the seed's own call, float64 tables, new result",
     "function",
-    {**FLOAT64, "PyTorch": "float64 sum"},
+    {**FLOAT64, "PyTorch": "float64 sum", "ONNX Runtime": "float64 sum"},
 )
 WIDENED = Row(
     "float64 sum of float32 tables, new result (NumPy: tables cast beforehand)",

@@ -205,11 +205,13 @@ def torch_sum_side(tables: Tables, ids: Ids) -> list[Side]:
 
 
 def onnx_side(point: Point, tables: Tables, ids: Ids, norm: Norm | None = None) -> list[Side]:
-    """ONNX Runtime's float32 sum, or its fused operator with LayerNorm, if it is installed."""
+    """ONNX Runtime's sum, or its fused float32 operator with LayerNorm, if it is installed."""
     onnx, runtime = installed("onnx"), installed("onnxruntime")
     if onnx is None or runtime is None:
         return []
     make, kinds = onnx.helper, onnx.TensorProto
+    dtype = tables[0].dtype
+    kind = make.np_dtype_to_tensor_dtype(dtype)
     inputs = dict(zip("tg", ids, strict=True))
     initializers = dict(zip("TPG", tables, strict=True))
     constants = []
@@ -238,7 +240,7 @@ def onnx_side(point: Point, tables: Tables, ids: Ids, norm: Norm | None = None) 
             make.make_node("Add", ["partial", "position_rows"], ["E"]),
         ]
     for name, array in initializers.items():  # declared here, lent to the session below
-        constants.append(kinds(name=name, data_type=kinds.FLOAT, dims=array.shape))
+        constants.append(kinds(name=name, data_type=kind, dims=array.shape))
         constants[-1].data_location = kinds.EXTERNAL
         constants[-1].external_data.add(key="location", value="memory")
     graph = make.make_graph(
@@ -248,7 +250,7 @@ def onnx_side(point: Point, tables: Tables, ids: Ids, norm: Norm | None = None) 
             make.make_tensor_value_info(name, make.np_dtype_to_tensor_dtype(a.dtype), a.shape)
             for name, a in inputs.items()
         ],
-        [make.make_tensor_value_info("E", kinds.FLOAT, point)],
+        [make.make_tensor_value_info("E", kind, point)],
         constants,
     )
     domains = [make.make_opsetid("", 17), make.make_opsetid("com.microsoft", 1)]
@@ -264,7 +266,7 @@ def onnx_side(point: Point, tables: Tables, ids: Ids, norm: Norm | None = None) 
     session = runtime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
-    out = out_array(point, np.float32)
+    out = out_array(point, dtype)
     binding = session.io_binding()
     for name in inputs:
         binding.bind_ortvalue_input(name, tensors[name])
@@ -343,7 +345,7 @@ def float64_sides(point: Point, ids: Ids, fresh: bool, quick: bool) -> list[Side
         ),
         *numpy_sides(point, tables, ids, fresh),
     ]
-    return sides if fresh else sides + torch_sum_side(tables, ids)
+    return sides if fresh else sides + torch_sum_side(tables, ids) + onnx_side(point, tables, ids)
 
 
 def layernorm_sides(point: Point, ids: Ids, fresh: bool, quick: bool) -> list[Side]:

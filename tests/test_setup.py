@@ -46,10 +46,10 @@ class Compiler:
         self.refuse([*extra_postargs, "any compilation"])
         return [str(Path(output_dir, "probe.o"))]
 
-    def link_executable(
-        self, objects: list[str], name: str, *, output_dir: str, extra_postargs: list[str]
+    def link_shared_object(
+        self, objects: list[str], name: str, *, extra_postargs: list[str]
     ) -> None:
-        assert objects == [str(Path(output_dir, "probe.o"))]
+        assert objects == [str(Path(name).with_suffix(".o"))]
         self.linked.append(extra_postargs)
         self.refuse([*extra_postargs, "any link"])
 
@@ -82,6 +82,8 @@ def test_gcc_and_clang_may_not_change_a_rounding(
     assert not [flag for flag in flags if flag.startswith("-march")]
     assert ("-mfpmath=sse" in flags) == ("-msse2" in flags) == (machine == "i686")
     assert ("-lm" in links) == (system == "linux")
+    for given in (flags, links):  # after what CFLAGS may have said
+        assert "-fno-fast-math" in given or system != "linux"
 
 
 def test_msvc_may_not_change_a_rounding(build: ModuleType) -> None:

@@ -160,6 +160,64 @@ def test_a_number_larger_than_the_cpus_starts_no_more_threads() -> None:
     )
 
 
+@linux
+@several
+def test_no_thread_to_be_had_is_no_end_of_the_process() -> None:
+    """GCC's runtime would end it; the thread's stack does not fit into what is left."""
+    run(
+        TEAM
+        + """
+    import resource
+    expected, out = call(1), np.empty((*ids.shape, 768), np.float32)
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * resource.getpagesize() + (4 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    before = threads()
+    bert_embeddings(ids, ids % 2, *tables, dtype=np.float32, out=out, num_threads=2)
+    bert_embeddings(ids, ids % 2, *tables, dtype=np.float32, out=out)
+    assert threads() == before
+    assert (out == expected).all()
+    """
+    )
+
+
+@linux
+@several
+def test_a_first_large_call_opens_no_file_that_it_needs() -> None:
+    run(
+        TEAM
+        + """
+    import resource
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit))
+    call()
+    """
+    )
+
+
+@linux
+@several
+def test_a_team_rounds_as_its_caller_does() -> None:
+    """A mode that the caller set after the team began holds for all threads."""
+    run(
+        TEAM
+        + """
+    import ctypes
+    libm = ctypes.CDLL("libm.so.6")
+    call(2)
+    rounded = {}
+    for mode in (0, 0x400):  # to nearest, downward (x86)
+        if libm.fesetround(mode) == 0:
+            rounded[mode] = call(1), call(2)
+    libm.fesetround(0)
+    for one, two in rounded.values():
+        assert (one == two).all()
+    if len(rounded) == 2 and os.uname().machine == "x86_64":
+        assert (rounded[0][0] != rounded[0x400][0]).any()
+    """
+    )
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @several
 def test_a_forked_child_works_and_starts_no_team() -> None:

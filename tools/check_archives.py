@@ -21,9 +21,8 @@ SETUPTOOLS_ADDS = {"PKG-INFO", "setup.cfg"}
 
 def tracked_files() -> set[str]:
     """What git keeps, as paths from the root."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    git = ["git", "-c", "safe.directory=*", "ls-files", "-z"]  # whoever owns the checkout
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True)
     return set(filter(None, listed.stdout.split("\0")))
 
 

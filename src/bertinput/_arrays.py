@@ -7,7 +7,8 @@ that a caller can see is written here. Nothing is copied where the dtype allows 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations
 from typing import Any, NoReturn
 
 import numpy as np
@@ -44,7 +45,16 @@ def as_ids(name: str, value: Any) -> NDArray[Any]:
         if array.size == 0 and isinstance(value, list | tuple | range):
             return array.astype(np.int64)  # [] and [[], []] are lists of no integers
         _refuse_ids(name, value, array)
+    if isinstance(value, list | tuple) and _holds_bool(value):
+        raise TypeError(f"{name} must be integers, and holds a bool")  # NumPy makes True a 1
     return array
+
+
+def _holds_bool(items: Any) -> bool:
+    return any(
+        _holds_bool(item) if isinstance(item, list | tuple) else isinstance(item, bool | np.bool_)
+        for item in items
+    )
 
 
 def _refuse_ids(name: str, value: Any, array: NDArray[Any]) -> NoReturn:
@@ -67,7 +77,13 @@ def _refuse_ids(name: str, value: Any, array: NDArray[Any]) -> NoReturn:
         hint = "; was a mask passed?"
     elif array.dtype.kind in "US":
         hint = "; text must be tokenized first"
-    raise TypeError(f"{name} must be integers, not {_dtype_name(array.dtype)}{hint}")
+    elif isinstance(value, Mapping):
+        hint = "; a tokenizer's batch goes to a layer"
+    elif type(value) is list and value and _is_encoding(value[0]):
+        hint = "; pass [encoding.ids for encoding in batch], padded to one length"
+    known_by_type = array.dtype.kind == "O" and array.ndim == 0
+    what = type(value).__name__ if known_by_type else _dtype_name(array.dtype)
+    raise TypeError(f"{name} must be integers, not {what}{hint}")
 
 
 def _as_array(name: str, value: Any) -> NDArray[Any]:
@@ -75,13 +91,21 @@ def _as_array(name: str, value: Any) -> NDArray[Any]:
     torch = _torch_of(value)
     if torch is not None:
         return _from_torch(name, value, torch)
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost; pass its filled()")
     try:
         if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
             return np.from_dlpack(value)
         return np.asarray(value)
     except ValueError as error:
-        raise ValueError(f"{name} is not rectangular: {error}") from error
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{name} cannot be read as an array: {error}") from error
+        raise ValueError(
+            f"{name} is not rectangular; pad the sequences to one length ({error})"
+        ) from error
     except OverflowError as error:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{name} cannot be read as an array: {error}") from error
         raise IndexError(f"{name} holds an integer that is too large: {error}") from error
     except (BufferError, RuntimeError, TypeError) as error:
         raise TypeError(f"{name} cannot be read as an array: {error}") from error
@@ -160,6 +184,13 @@ def readable(array: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
 
 
+def _some_of(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Every choice of some of the names, small ones first."""
+    several = list(names)
+    for count in range(1, len(several) + 1):
+        yield from combinations(several, count)
+
+
 def unfit_tables(stage: Stage) -> ValueError:
     """What is wrong with the tables' shapes, and whether one transposed table explains it."""
     shapes = {
@@ -176,9 +207,10 @@ def unfit_tables(stage: Stage) -> ValueError:
     if len(widths) == 1:
         return ValueError(f"segment_embeddings has no rows; its shape is (0, {widths.pop()})")
     hint = ""
-    for name, shape in shapes.items():
-        if {other[1] for key, other in shapes.items() if key != name} == {shape[0]}:
-            hint = f"; is {name} transposed?"
+    for turned in _some_of(shapes):  # few before many
+        if len({shape[0] if name in turned else shape[1] for name, shape in shapes.items()}) == 1:
+            hint = f"; {' and '.join(turned)} transposed?"
+            break
     listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     return ValueError(f"tables must have one width (second axis): {listed}{hint}")
 
@@ -201,7 +233,8 @@ def as_norm(layer_norm: Any, width: int) -> Norm:
         raise ValueError(f"layer_norm's eps must be finite and not negative, not {eps}")
     wide = _norm_vector("weight", weight, width)
     wide_bias = None if bias is None else _norm_vector("bias", bias, width)
-    with np.errstate(over="ignore"):  # float64 values beyond float32 become infinite
+    # float64 values beyond float32 become infinite; a signalling NaN is none of our business
+    with np.errstate(over="ignore", invalid="ignore"):
         narrow = wide.astype(np.float32)
         narrow_bias = None if wide_bias is None else wide_bias.astype(np.float32)
     return Norm(wide, wide_bias, narrow, narrow_bias, float(eps))
@@ -216,7 +249,8 @@ def _norm_vector(name: str, value: Any, width: int) -> NDArray[np.float64]:
         )
     if code == _BFLOAT16:
         array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    vector = np.array(array, dtype=np.float64, order="C")
+    with np.errstate(invalid="ignore"):
+        vector = np.array(array, dtype=np.float64, order="C")
     vector.flags.writeable = False
     return vector
 

@@ -19,6 +19,8 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, getenv, malloc
 from libc.string cimport strcmp
 
+from bertinput import _threads
+
 cnp.import_array()
 
 
@@ -76,6 +78,11 @@ cdef extern from "_threads.h" nogil:
     bint bi_forked
     int bi_watch_forks()
     int omp_get_max_threads()
+    int bi_team_can_start(int threads)
+    ctypedef struct bi_float_state:
+        pass
+    void bi_get_float_state(bi_float_state *state)
+    void bi_set_float_state(const bi_float_state *state)
 
 cdef extern from *:
     """
@@ -323,10 +330,13 @@ cdef int run_range(const Job *job, int64_t start, int64_t stop, char *scratch) n
     return 0
 
 
-cdef int run_part(const Job *job, int part, int parts) noexcept nogil:
-    """Compute one of `parts` shares of the tokens."""
+cdef int run_part(const Job *job, int part, int parts,
+                  const bi_float_state *state) noexcept nogil:
+    """Compute one of `parts` shares of the tokens, with the caller's rounding and flushing."""
     cdef int64_t share = job.tokens // parts
     cdef int64_t spare = job.tokens % parts
+    if state != NULL:
+        bi_set_float_state(state)
     return run_range(job, share * part + smaller(part, spare),
                      share * (part + 1) + smaller(part + 1, spare),
                      job.scratch + part * job.scratch_bytes)
@@ -336,12 +346,14 @@ cdef int run_parts(const Job *job, int parts, int threads) noexcept nogil:
     """Compute all shares on at most `threads` threads; one thread enters no parallel region."""
     cdef int failed[MAX_PARTS]
     cdef int part
-    if threads == 1:
+    cdef bi_float_state state
+    if threads == 1 or not bi_team_can_start(threads):
         for part in range(parts):
-            failed[part] = run_part(job, part, parts)
+            failed[part] = run_part(job, part, parts, NULL)
     else:
+        bi_get_float_state(&state)
         for part in prange(parts, num_threads=threads, schedule="static"):
-            failed[part] = run_part(job, part, parts)
+            failed[part] = run_part(job, part, parts, &state)
     for part in range(parts):
         if failed[part]:
             return failed[part]
@@ -657,7 +669,6 @@ cdef object explain():
 
 cdef int64_t available_cpus(int num_threads) except -1:
     """CPUs for a call that asked for `num_threads` (0: for no number)."""
-    from bertinput import _threads
     if num_threads:
         return smaller(num_threads, _threads.affinity())
     return smaller(_threads.available(), omp_get_max_threads())
@@ -687,13 +698,16 @@ cdef int choose_isa() except -1:
     """The widest instruction set that this CPU has, or the one that BERTINPUT_ISA names."""
     cdef const char *asked = getenv("BERTINPUT_ISA")
     cdef int isa
+    if asked != NULL and asked[0] == 0:
+        asked = NULL  # empty means unset
     for isa in range(BI_ISAS - 1, -1, -1):
         if bi_isa_built(isa) and bi_isa_runs_here(isa):
             if asked == NULL or strcmp(asked, bi_isa_names[isa]) == 0:
                 return isa
+    name = asked.decode(errors="replace")
     raise ImportError(
-        f"BERTINPUT_ISA={asked.decode()!r} names none of the instruction sets that this build "
-        f"and this CPU share: {', '.join(instruction_sets())}")
+        f"BERTINPUT_ISA={name!r} names none of the instruction sets that this build and this CPU "
+        f"share: {', '.join(instruction_sets())}")
 
 
 def instruction_sets():

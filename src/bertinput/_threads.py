@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-from pathlib import Path
 
 __all__ = ["affinity", "available"]
 
@@ -36,44 +35,42 @@ def _quota(root: str = "/") -> float:
     hierarchy, version 1 two files. Read once: quotas rarely change under a running process.
     """
     tightest = math.inf
-    for hierarchy, path in _cgroups(Path(root)):
-        for folder in [hierarchy / path, *(hierarchy / path).parents]:
-            if not folder.is_relative_to(hierarchy):
-                break
-            tightest = min(tightest, _cpu_max(folder))
+    for hierarchy, path in _cgroups(root):
+        parts = path.strip("/").split("/")
+        for depth in range(len(parts), -1, -1):
+            tightest = min(tightest, _cpu_max(os.path.join(hierarchy, *parts[:depth])))
     return tightest
 
 
-def _cgroups(root: Path) -> list[tuple[Path, Path]]:
+def _cgroups(root: str) -> list[tuple[str, str]]:
     """Hierarchies that may hold a CPU quota, each with this process's path below it."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    mount = root / "sys/fs/cgroup"
+    mount = os.path.join(root, "sys/fs/cgroup")
     found = []
-    for line in lines:
+    for line in _text(os.path.join(root, "proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
-        below = Path(path.lstrip("/"))
         if controllers == "":
-            found.append((mount, below))
+            found.append((mount, path))
         elif "cpu" in controllers.split(","):
-            found.append((mount / "cpu", below))
-            found.append((mount / controllers, below))
+            found.append((os.path.join(mount, "cpu"), path))
+            found.append((os.path.join(mount, controllers), path))
     return found
 
 
-def _cpu_max(folder: Path) -> float:
+def _cpu_max(folder: str) -> float:
+    told = _text(os.path.join(folder, "cpu.max")).split() or [
+        _text(os.path.join(folder, f"cpu.cfs_{what}_us")).strip() for what in ("quota", "period")
+    ]
     try:
-        quota, period = (folder / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-            period = (folder / "cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return math.inf
-    try:
+        quota, period = told
         cpus = int(quota) / int(period)  # "max" and -1 stand for no quota
     except (ValueError, ZeroDivisionError):
         return math.inf
     return cpus if cpus > 0 else math.inf
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -161,11 +161,13 @@ def fingerprint(path: str | os.PathLike[str]) -> Fingerprint:
 
 def _file_at(path: Path) -> Path:
     """The file to read: `path` itself, or the model in that directory."""
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         raise FileNotFoundError(
             f"{path}: no such file or directory (nothing is downloaded: the path must be local)"
         )
     file = path / "model.safetensors" if path.is_dir() else path
+    if file.is_symlink() and not file.exists():
+        raise FileNotFoundError(f"{file} is a broken link, to {os.readlink(file)}")
     if not file.exists():
         there = sorted(entry.name for entry in path.iterdir())
         pickles = [name for name in there if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
@@ -539,6 +541,13 @@ class _Onnx:
             raise ValueError(
                 f"{file} is not an ONNX file, or is cut off{_posing(data[:8])}: {error}"
             ) from error
+        names = [tensor.name for tensor in graph.initializer]
+        for node in graph.node:
+            names += [node.op_type, *node.input, *node.output]
+            names += [attribute.name for attribute in node.attribute]
+        for name in names:
+            if not isinstance(name, str):  # protobuf hands out the bytes
+                raise ValueError(f"{file}: the name {short(name)} is not UTF-8")
         self.type_name = onnx.TensorProto.DataType.Name
         self.external = onnx.TensorProto.EXTERNAL
         self.nodes = list(graph.node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -49,7 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         options.run()
-    except ImportError as error:
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ImportError, OSError) as error:
         print(f"bertinput: {error}", file=sys.stderr)
         return 1
     return 0
@@ -64,6 +69,7 @@ def _demo() -> None:
         raise ImportError(f"the demo needs {error.name}: pip install 'bertinput[demo]'") from error
 
     console = Console(highlight=False)
+    console = Console(highlight=False, width=max(80, console.width))  # narrow terminals wrap
     started = time.perf_counter()
     layer = BertEmbeddings.from_pretrained(model_path(), family="bert")
     loaded = time.perf_counter() - started
@@ -104,7 +110,7 @@ def _demo() -> None:
             str(place),
             f"[{'cyan' if segment == 0 else 'magenta'}]{token.replace('[', chr(92) + '[')}[/]",
             str(token_id),
-            "AB"[segment],
+            str(segment),
             *(f"{length[place]:.3f}" for length in lengths),
             " ".join(f"{value:+.3f}" for value in result[place, :4]),
         )
@@ -133,7 +139,7 @@ def _described(table: Any) -> str:
         size = table.values.nbytes + table.scale.nbytes
     else:
         kind, size = str(table.dtype), table.nbytes
-    return f"{rows:>6} x {width}  {kind}, {size / 1e6:.2f} MB"
+    return f"{rows:>6} x {width}  {kind}, {size / 1024:.0f} KiB"
 
 
 def _in_numpy(

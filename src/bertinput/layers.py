@@ -65,7 +65,7 @@ class BertEmbeddings:
     rows alone and adds the rest again: use `inputs_embeds` for that.
     """
 
-    __slots__ = ("_family", "_given", "_source", "_stage", "_token_stage")
+    __slots__ = ("__weakref__", "_family", "_given", "_source", "_stage", "_token_stage")
 
     _family: Family
     _stage: Stage
@@ -82,6 +82,8 @@ class BertEmbeddings:
         layer_norm: Sequence[Any] | None = None,
         family: str = "bert",
     ) -> None:
+        if hasattr(self, "_stage"):
+            raise AttributeError("BertEmbeddings is immutable; it cannot be initialised again")
         declared = family_named(family)
         given = (token_embeddings, position_embeddings, segment_embeddings)
         token = _arrays.as_table("token_embeddings", token_embeddings)
@@ -342,24 +344,28 @@ class BertEmbeddings:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._source is not None:
-            return _reopen, self._source
-        return _rebuild, (self._given, self.layer_norm, self.family)
+            return _reopen, (type(self), *self._source)
+        return _rebuild, (type(self), self._given, self.layer_norm, self.family)
 
 
-def _reopen(path: str, arguments: dict[str, Any], expected: Fingerprint) -> BertEmbeddings:
+def _reopen(
+    kind: type[BertEmbeddings], path: str, arguments: dict[str, Any], expected: Fingerprint
+) -> BertEmbeddings:
     """Unpickle a layer that came from a file: map the same file again."""
     from bertinput.checkpoints import fingerprint
 
     if fingerprint(path) != expected:
         raise ValueError(
-            f"{path} is not the file that the pickled layer was read from: its size or header "
-            "changed"
+            f"{path} is not the file that the pickled layer was read from: its size or its first "
+            "MiB, where the header lies, changed"
         )
-    return BertEmbeddings.from_pretrained(path, **arguments)
+    return kind.from_pretrained(path, **arguments)
 
 
-def _rebuild(given: tuple[Any, ...], layer_norm: Any, family: str) -> BertEmbeddings:
-    return BertEmbeddings(*given, layer_norm=layer_norm, family=family)
+def _rebuild(
+    kind: type[BertEmbeddings], given: tuple[Any, ...], layer_norm: Any, family: str
+) -> BertEmbeddings:
+    return kind(*given, layer_norm=layer_norm, family=family)
 
 
 def _set(layer: BertEmbeddings, **values: Any) -> None:

@@ -44,7 +44,7 @@ class QuantizedTable:
     rounded once to float32.
     """
 
-    __slots__ = ("_scale", "_values", "_zero_point")
+    __slots__ = ("__weakref__", "_scale", "_values", "_zero_point")
 
     _values: NDArray[Any]
     _scale: NDArray[np.float32]
@@ -53,6 +53,8 @@ class QuantizedTable:
     def __init__(
         self, values: ArrayLike, scale: ArrayLike, zero_point: ArrayLike | None = None
     ) -> None:
+        if hasattr(self, "_values"):
+            raise AttributeError("QuantizedTable is immutable; it cannot be initialised again")
         array = np.asarray(values)
         if array.dtype not in (np.int8, np.uint8):
             raise TypeError(f"values must be int8 or uint8, not {array.dtype}")
