@@ -231,13 +231,16 @@ def as_norm(layer_norm: Any, width: int) -> Norm:
         raise TypeError(f"layer_norm's eps must be a number, not {type(eps).__name__}")
     if not 0 <= float(eps) < np.inf:
         raise ValueError(f"layer_norm's eps must be finite and not negative, not {eps}")
-    wide = _norm_vector("weight", weight, width)
-    wide_bias = None if bias is None else _norm_vector("bias", bias, width)
+    vectors = np.full((2, width), -0.0)
+    vectors[0] = _norm_vector("weight", weight, width)
+    if bias is not None:
+        vectors[1] = _norm_vector("bias", bias, width)
     # float64 values beyond float32 become infinite; a signalling NaN is none of our business
     with np.errstate(over="ignore", invalid="ignore"):
-        narrow = wide.astype(np.float32)
-        narrow_bias = None if wide_bias is None else wide_bias.astype(np.float32)
-    return Norm(wide, wide_bias, narrow, narrow_bias, float(eps))
+        narrow = vectors.astype(np.float32)
+    vectors.flags.writeable = False
+    shown = vectors[1] if bias is not None else None
+    return Norm(vectors[0], shown, vectors, narrow, float(eps))
 
 
 def _norm_vector(name: str, value: Any, width: int) -> NDArray[np.float64]:
@@ -250,9 +253,7 @@ def _norm_vector(name: str, value: Any, width: int) -> NDArray[np.float64]:
     if code == _BFLOAT16:
         array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     with np.errstate(invalid="ignore"):
-        vector = np.array(array, dtype=np.float64, order="C")
-    vector.flags.writeable = False
-    return vector
+        return array.astype(np.float64)
 
 
 # ---- batches and masks ----

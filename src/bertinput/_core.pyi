@@ -36,8 +36,8 @@ class Norm:
         cls,
         weight: NDArray[np.float64],
         bias: NDArray[np.float64] | None,
-        weight32: NDArray[np.float32],
-        bias32: NDArray[np.float32] | None,
+        vectors64: NDArray[np.float64],
+        vectors32: NDArray[np.float32],
         eps: float,
     ) -> Norm: ...
 
@@ -61,16 +61,19 @@ class Stage:
         order: tuple[int, ...],
         norm: Norm | None = None,
     ) -> Stage: ...
+    @property
+    def fits(self) -> bool: ...
     def run(
         self,
-        token_ids: NDArray[Any],
-        segment_ids: NDArray[Any] | None,
-        position_ids: NDArray[Any] | None,
-        result_type: int,
-        result_dtype: np.dtype[Any],
-        out: NDArray[Any] | None,
-        num_threads: int,
+        token_ids: Any,
+        segment_ids: Any,
+        position_ids: Any,
+        attention_mask: Any,
+        dtype: Any,
+        out: Any,
+        num_threads: Any,
         normalize: bool,
+        calls: int = 1,
     ) -> NDArray[Any]: ...
 
 def instruction_sets() -> list[str]: ...

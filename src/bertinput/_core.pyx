@@ -13,11 +13,14 @@ found wrong here is put into words there.
 """
 
 cimport numpy as cnp
+from cpython.long cimport PyLong_CheckExact
 from cpython.ref cimport Py_INCREF
 from cython.parallel cimport prange
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, getenv, malloc
 from libc.string cimport strcmp
+
+import numpy as np
 
 from bertinput import _threads
 
@@ -39,13 +42,21 @@ cdef extern from "_rows.h" nogil:
         BI_RESULT_TYPES
         BI_MAX_TERMS
         BI_ISAS
+        BI_NORM_ROWS
     ctypedef struct bi_row:
         const char *at
         float scale
         int32_t zero
-    ctypedef void (*bi_fold)(void *, const bi_row *, int64_t) noexcept nogil
+    ctypedef struct bi_moments:
+        pass
+    ctypedef struct bi_norm_vectors:
+        const void *weight
+        const void *bias
+        double eps
+    ctypedef void (*bi_fold)(void *, const bi_row *, int64_t, bi_moments *, int) noexcept nogil
     ctypedef void (*bi_norm)(
-        const void *, int64_t, const void *, const void *, double, void *) noexcept nogil
+        const char *, int64_t, const bi_moments *, int64_t, int64_t, const bi_norm_vectors *,
+        char *, int64_t, int) noexcept nogil
     ctypedef void (*bi_round)(const void *, void *, int64_t) noexcept nogil
     ctypedef struct bi_kernels:
         bi_fold fold[3][6]
@@ -53,6 +64,8 @@ cdef extern from "_rows.h" nogil:
         bi_norm norm
         bi_round round[4]
     void bi_prefetch(const char *at, int64_t bytes)
+    bint BI_STREAMS
+    void bi_stream_end()
     const char *bi_isa_names[3]
     bint bi_isa_built(int isa)
     bint bi_isa_runs_here(int isa)
@@ -117,13 +130,19 @@ TYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8")
 cdef enum:
     CHUNK = 128
     MAX_PARTS = 64
-# Rows of the token table are prefetched so many tokens ahead. Measured with float32 rows of width
-# 768, microseconds a call without / with. Ids that change from call to call: 128 tokens 28.5 / 24,
-# 512 128 / 94, 4096 1034 / 770; the same ids, whose rows a cache holds: 15.7 / 17.4, 63 / 57,
-# 745 / 530. 2 and 4 ahead were close, every other cache line was worse. Writing large results past
-# the cache gained nothing.
+# The token table's row so many tokens ahead is prefetched, so many bytes of it. Measured on Zen 3,
+# float32, against no prefetch, width 768 (384). Ids that change from call to call: 128 tokens 0.84
+# (0.61), 512 0.91, 1024 0.85, 4096 0.86 times; the same ids, whose rows a cache holds: 1.01 (0.94),
+# 0.93, 1.01, 0.87. Whole rows cost the latter a tenth; 1, 3 and 4 ahead were close.
 cdef enum:
-    AHEAD = 3
+    AHEAD = 2
+    AHEAD_BYTES = 1024
+# Results of so many bytes are written past the caches, which they would only clear of tables.
+# Measured on Zen 3 with 32 MiB of last-level cache, float32, width 768, the sum and then a pass
+# that reads it, against ordinary stores: 3 MiB 1.22, 6 MiB 1.16, 12 MiB 0.93, 18 MiB 0.91, 48 MiB
+# 0.85 times. On Zen 5 results of 64 MiB and more took 0.96 to 1.07 times as long.
+cdef enum:
+    STREAM_BYTES = 16777216
 
 # Below this many elements of result a call keeps the GIL: releasing it costs about 50 ns when
 # nobody waits, and a wait for it when somebody does, against at most about 10 us of work.
@@ -175,24 +194,25 @@ cdef class Table:
 
 
 cdef class Norm:
-    """LayerNorm's weight, bias (perhaps None) and eps, in both types of computation."""
+    """LayerNorm's weight, bias (perhaps None) and eps.
+
+    `vectors64` and `vectors32` hold weight and bias as two rows, in both types of computation; in
+    place of no bias stand negative zeros, which change no number that they are added to.
+    """
 
     cdef readonly cnp.ndarray weight
     cdef readonly cnp.ndarray bias
     cdef readonly double eps
-    cdef const double[::1] weight64
-    cdef const double[::1] bias64
-    cdef const float[::1] weight32
-    cdef const float[::1] bias32
+    cdef const double[:, ::1] vectors64
+    cdef const float[:, ::1] vectors32
 
     def __cinit__(self, cnp.ndarray weight not None, cnp.ndarray bias,
-                  const float[::1] weight32 not None, const float[::1] bias32, double eps):
+                  const double[:, ::1] vectors64 not None, const float[:, ::1] vectors32 not None,
+                  double eps):
         self.weight = weight
-        self.weight64 = weight
-        self.weight32 = weight32
         self.bias = bias
-        self.bias64 = bias
-        self.bias32 = bias32
+        self.vectors64 = vectors64
+        self.vectors32 = vectors32
         self.eps = eps
 
 
@@ -213,16 +233,15 @@ cdef struct Job:
     int terms
     bi_fold fold            # the whole sum at once, where the table types are one
     bi_norm norm            # NULL: no LayerNorm
+    bi_norm_vectors vectors
     bi_round round          # NULL: the result is of the computation's type
-    const void *weight
-    const void *bias
-    double eps
     int64_t width
     int64_t row_bytes       # of a row of the computation's type, padded to 64
     int64_t out_bytes       # of a row of the result
-    int64_t first_bytes     # of a row of the first table, the token table
+    int64_t ahead_bytes     # of a row of the first table, to be prefetched
+    bint stream             # what is written last goes past the caches
     char *out
-    char *scratch           # two rows for each share: before and after LayerNorm
+    char *scratch           # for each share BI_NORM_ROWS rows before LayerNorm, and as many after
     int64_t scratch_bytes
     # Ids: NULL stands for 0 (segments) or the place in the last axis (positions).
     const bi_ids *ids[3]
@@ -273,42 +292,68 @@ cdef inline int read_ids(const Job *job, const char *const *at, int64_t place, i
     return 0
 
 
-cdef inline void compute_row(const Job *job, const int64_t *id_of, char *out,
-                             char *scratch) noexcept nogil:
-    """Sum one token's rows, normalise them, round them."""
+cdef inline void sum_row(const Job *job, int64_t (*ids)[CHUNK], int64_t i, char *acc,
+                         bi_moments *moments) noexcept nogil:
+    """Sum the rows of the chunk's i-th token."""
     cdef bi_row row[3]
     cdef const Term *term
     cdef int64_t id
     cdef int k
-    cdef char *normed = scratch + job.row_bytes if job.round != NULL else out
-    cdef char *acc = scratch if job.norm != NULL else normed
     for k in range(job.terms):
         term = &job.term[k]
-        id = id_of[term.role]
+        id = ids[term.role][i]
         row[k].at = term.data + id * term.stride
         if term.scale != NULL:
             row[k].scale = term.scale[id * term.scale_step]
             row[k].zero = term.zero[id * term.zero_step] if term.zero != NULL else 0
     if job.fold != NULL:
-        job.fold(acc, row, job.width)
+        job.fold(acc, row, job.width, moments, job.stream and moments == NULL)
     else:
         for k in range(job.terms):
-            job.term[k].fold(acc, row + k, job.width)
-    if job.norm != NULL:
-        job.norm(acc, job.width, job.weight, job.bias, job.eps, normed)
+            job.term[k].fold(acc, row + k, job.width, moments if k == job.terms - 1 else NULL, 0)
+
+
+cdef void compute_rows(const Job *job, int64_t (*ids)[CHUNK], int64_t count, char *out,
+                       char *scratch) noexcept nogil:
+    """Sum, normalise and round the rows of a chunk of tokens."""
+    cdef bi_moments moments[BI_NORM_ROWS]
+    cdef const Term *first = &job.term[0]
+    cdef int64_t i, k, rows, step
+    cdef char *normed = out
+    cdef int64_t normed_bytes = job.out_bytes
     if job.round != NULL:
-        job.round(normed, out, job.width)
+        normed = scratch + job.scratch_bytes // 2 if job.norm != NULL else scratch
+        normed_bytes = job.row_bytes
+    i = 0
+    while i < count:
+        rows = smaller(BI_NORM_ROWS, count - i)
+        for k in range(i, i + rows):
+            if k + AHEAD < count:
+                bi_prefetch(first.data + ids[first.role][k + AHEAD] * first.stride,
+                            job.ahead_bytes)
+            if job.norm != NULL:
+                sum_row(job, ids, k, scratch + (k - i) * job.row_bytes, &moments[k - i])
+            else:
+                sum_row(job, ids, k, normed + (k - i) * normed_bytes, NULL)
+        if job.norm != NULL:
+            job.norm(scratch, job.row_bytes, moments, rows, job.width, &job.vectors, normed,
+                     normed_bytes, job.stream)
+        if job.round != NULL:
+            for k in range(rows):
+                job.round(normed + k * normed_bytes, out + k * job.out_bytes, job.width)
+        else:
+            normed += rows * normed_bytes
+        out += rows * job.out_bytes
+        i += rows
 
 
 cdef int run_range(const Job *job, int64_t start, int64_t stop, char *scratch) noexcept nogil:
     """Compute tokens start..stop-1 (in C order); 0, or 1 + the role whose id went out of range."""
     cdef int64_t ids[3][CHUNK]
-    cdef int64_t id_of[3]
     cdef const char *at[3]
-    cdef const Term *first = &job.term[0]
     cdef char *out = job.out + start * job.out_bytes
-    cdef int64_t place, count, i
-    cdef int role, failed
+    cdef int64_t place, count
+    cdef int failed
     while start < stop:
         find_ids(job, start // job.last, at)
         place = start % job.last
@@ -317,16 +362,12 @@ cdef int run_range(const Job *job, int64_t start, int64_t stop, char *scratch) n
             failed = read_ids(job, at, place, count, ids)
             if failed:
                 return failed
-            for i in range(count):
-                if i + AHEAD < count:
-                    bi_prefetch(first.data + ids[first.role][i + AHEAD] * first.stride,
-                                job.first_bytes)
-                for role in range(ROLES):
-                    id_of[role] = ids[role][i]
-                compute_row(job, id_of, out, scratch)
-                out += job.out_bytes
+            compute_rows(job, ids, count, out, scratch)
+            out += count * job.out_bytes
             place += count
             start += count
+    if job.stream:
+        bi_stream_end()
     return 0
 
 
@@ -392,6 +433,32 @@ cdef int64_t find_outside(const bi_ids *ids, int64_t rows, int64_t *value) noexc
             axis -= 1
         if axis < 0:
             return -1
+
+
+cdef int perform(const Job *job, int parts, int threads, int calls, int64_t *place,
+                 int64_t *value) noexcept nogil:
+    """Check all ids, then compute; 0, or 1 + the role whose id is out of range.
+
+    That id and its place come in `value` and `place`; place -1: another thread changed it after
+    the check. `calls` repeats all of it, for those who measure it.
+    """
+    cdef int role, failed
+    # ids that fit one chunk are all checked there, before anything is written
+    cdef bint one_chunk = job.leads == 0 and job.tokens <= CHUNK and parts == 1
+    for _ in range(calls):
+        if not one_chunk:
+            for role in range(ROLES):
+                if job.ids[role] != NULL:
+                    place[0] = find_outside(job.ids[role], job.limit[role], value)
+                    if place[0] >= 0:
+                        return 1 + role
+        failed = run_parts(job, parts, threads)
+        if failed:
+            place[0] = -1
+            if one_chunk:
+                place[0] = find_outside(job.ids[failed - 1], job.limit[failed - 1], value)
+            return failed
+    return 0
 
 
 cdef void describe_ids(bi_ids *ids, cnp.ndarray array) noexcept:
@@ -484,6 +551,7 @@ cdef class Stage:
     """The prepared stage: up to three tables of one width, and perhaps a LayerNorm.
 
     `order` names the roles that have a table, in the order in which their rows are added.
+    `fits` tells whether the tables go together; if not, `run` raises the error that says why.
     """
 
     cdef readonly Table token
@@ -495,6 +563,7 @@ cdef class Stage:
     cdef int terms
     cdef bint wide
     cdef readonly int64_t width
+    cdef readonly bint fits
 
     def __cinit__(self, Table token not None, Table position, Table segment, tuple order not None,
                   Norm norm=None):
@@ -506,11 +575,13 @@ cdef class Stage:
         self.segment = segment
         self.norm = norm
         self.width = token.width
+        self.fits = True
         for role in order:
             table = self.table(role)
             if table.width != self.width or self.width <= 0 or (
                     role == SEGMENT and table.rows == 0):
-                raise explain().unfit_tables(self)
+                self.fits = False
+                return
             term = &self.term[self.terms]
             term.data = table.data
             term.rows = table.rows
@@ -529,41 +600,65 @@ cdef class Stage:
     cdef Table table(self, int role):
         return self.token if role == TOKEN else self.position if role == POSITION else self.segment
 
-    def run(self, cnp.ndarray token_ids not None, cnp.ndarray segment_ids,
-            cnp.ndarray position_ids, int result_type, cnp.dtype result_dtype not None,
-            cnp.ndarray out, int num_threads, bint normalize):
-        """Compute the stage for arrays of integers of any type and layout.
+    def run(self, token_ids, segment_ids, position_ids, attention_mask, dtype, out, num_threads,
+            bint normalize, int calls=1):
+        """Compute the stage for arguments as callers give them.
 
-        `num_threads` 0 leaves the choice to the size of the work. Errors come before anything
-        is written, in this order: shapes, lengths, then ids by role.
+        Arrays of integers, float32 and float64 results are known here by their types; all else
+        becomes that, or an error, in `_arrays`. Errors come before anything is written, in this
+        order: types, shapes, lengths, then ids by role. `calls` repeats the compiled part.
         """
         cdef Job job
         cdef bi_ids ids[3]
         cdef const bi_kernels *kernels
         cdef cnp.npy_intp shape[65]
-        cdef int64_t outside, value = 0, elements
-        cdef int role, k, axis, parts, threads, failed
-        cdef bint wide = self.wide or result_type == BI_F64
+        cdef int64_t place = 0, value = 0, elements
+        cdef int role, k, axis, parts, threads, failed, wanted, result_type
+        cdef cnp.ndarray tokens, segments, positions, result, array
+        cdef cnp.dtype result_dtype
         cdef Table table
-        cdef cnp.ndarray array
+        cdef bint wide
+
+        # Types.
+        tokens = as_ids("token_ids", token_ids)
+        segments = None if segment_ids is None else as_ids("segment_ids", segment_ids)
+        positions = None if position_ids is None else as_ids("position_ids", position_ids)
+        mask = None if attention_mask is None else explain().as_mask(attention_mask)
+        if dtype is FLOAT32:
+            result_type, result_dtype = BI_F32, FLOAT32_DTYPE
+        elif dtype is FLOAT64:
+            result_type, result_dtype = BI_F64, FLOAT64_DTYPE
+        else:
+            result_type, result_dtype = explain().result_type(dtype)
+        if out is None or (type(out) is np_ndarray
+                           and <void *> cnp.PyArray_DESCR(<cnp.ndarray> out) == <void *> result_dtype):
+            result = out
+        else:
+            result = explain().as_out(out, result_dtype)
+        wanted = 0 if num_threads is None else as_threads(num_threads)
+        wide = self.wide or result_type == BI_F64
 
         # Shapes.
-        describe_ids(&ids[TOKEN], token_ids)
+        if not self.fits:
+            raise explain().unfit_tables(self)
+        if mask is not None:
+            explain().check_mask(mask, tokens, result)
+        describe_ids(&ids[TOKEN], tokens)
         if ids[TOKEN].dims == 0:
             raise explain().no_dimensions("token_ids")
         job.ids[TOKEN] = &ids[TOKEN]
-        job.ids[POSITION] = describe_along(&ids[POSITION], position_ids, &ids[TOKEN])
-        job.ids[SEGMENT] = describe_along(&ids[SEGMENT], segment_ids, &ids[TOKEN])
-        if position_ids is not None and job.ids[POSITION] == NULL:
-            raise explain().no_broadcast("position_ids", position_ids, token_ids)
-        if segment_ids is not None and job.ids[SEGMENT] == NULL:
-            raise explain().no_broadcast("segment_ids", segment_ids, token_ids)
+        job.ids[POSITION] = describe_along(&ids[POSITION], positions, &ids[TOKEN])
+        job.ids[SEGMENT] = describe_along(&ids[SEGMENT], segments, &ids[TOKEN])
+        if positions is not None and job.ids[POSITION] == NULL:
+            raise explain().no_broadcast("position_ids", positions, tokens)
+        if segments is not None and job.ids[SEGMENT] == NULL:
+            raise explain().no_broadcast("segment_ids", segments, tokens)
         for axis in range(ids[TOKEN].dims):
             shape[axis] = ids[TOKEN].shape[axis]
         shape[ids[TOKEN].dims] = self.width
-        if out is not None and not fits(out, shape, ids[TOKEN].dims + 1):
-            raise explain().unfit_out(out, token_ids, self.width)
-        job.tokens = cnp.PyArray_SIZE(token_ids)
+        if result is not None and not is_result(result, shape, ids[TOKEN].dims + 1):
+            raise explain().unfit_out(result, tokens, self.width)
+        job.tokens = cnp.PyArray_SIZE(tokens)
 
         # Lengths.
         for role in range(ROLES):
@@ -572,40 +667,26 @@ cdef class Stage:
             job.limit[self.term[k].role] = self.term[k].rows
         if (job.limit[POSITION] >= 0 and job.ids[POSITION] == NULL and job.tokens
                 and ids[TOKEN].shape[ids[TOKEN].dims - 1] > job.limit[POSITION]):
-            raise explain().too_long(token_ids, job.limit[POSITION])
-
-        # The result.
-        if out is None:
-            Py_INCREF(result_dtype)  # PyArray_Empty keeps this reference
-            out = PyArray_Empty(ids[TOKEN].dims + 1, shape, result_dtype, 0)
-        else:
-            for role in range(ROLES):
-                table = self.table(role)
-                array = (token_ids if role == TOKEN else
-                         position_ids if role == POSITION else segment_ids)
-                if array is not None and overlap(out, array):
-                    raise explain().overlapping_out(f"{ROLE_NAMES[role]}_ids")
-                if table is not None and overlap(out, table.given):
-                    raise explain().overlapping_out(f"{ROLE_NAMES[role]}_embeddings")
-        if job.tokens == 0:
-            return out  # nothing is looked up, so nothing can be out of range
-        elements = job.tokens * self.width
-
-        # Ids.
+            raise explain().too_long(tokens, job.limit[POSITION])
         for role in range(ROLES):
             if job.limit[role] < 0:
                 job.ids[role] = NULL
-            if job.ids[role] == NULL:
-                continue
-            if elements >= GIL_ELEMENTS:
-                with nogil:
-                    outside = find_outside(job.ids[role], job.limit[role], &value)
-            else:
-                outside = find_outside(job.ids[role], job.limit[role], &value)
-            if outside >= 0:
-                raise explain().out_of_range(
-                    ROLE_NAMES[role], (token_ids, position_ids, segment_ids)[role], outside,
-                    value, job.limit[role])
+
+        # The result.
+        if result is None:
+            Py_INCREF(result_dtype)  # PyArray_Empty keeps this reference
+            result = PyArray_Empty(ids[TOKEN].dims + 1, shape, result_dtype, 0)
+        else:
+            for role in range(ROLES):
+                table = self.table(role)
+                array = tokens if role == TOKEN else positions if role == POSITION else segments
+                if array is not None and overlap(result, array):
+                    raise explain().overlapping_out(f"{ROLE_NAMES[role]}_ids")
+                if table is not None and overlap(result, table.given):
+                    raise explain().overlapping_out(f"{ROLE_NAMES[role]}_embeddings")
+        if job.tokens == 0:
+            return result  # nothing is looked up, so nothing can be out of range
+        elements = job.tokens * self.width
 
         # The work, and who shares it.
         lay_out_tokens(&job)
@@ -621,44 +702,71 @@ cdef class Stage:
         job.norm = NULL
         if normalize and self.norm is not None:
             job.norm = kernels.norm
-            job.eps = self.norm.eps
-            job.bias = NULL
+            job.vectors.eps = self.norm.eps
             if wide:
-                job.weight = &self.norm.weight64[0]
-                if self.norm.bias64 is not None:
-                    job.bias = &self.norm.bias64[0]
+                job.vectors.weight = &self.norm.vectors64[0, 0]
+                job.vectors.bias = &self.norm.vectors64[1, 0]
             else:
-                job.weight = &self.norm.weight32[0]
-                if self.norm.bias32 is not None:
-                    job.bias = &self.norm.bias32[0]
+                job.vectors.weight = &self.norm.vectors32[0, 0]
+                job.vectors.bias = &self.norm.vectors32[1, 0]
         job.round = kernels.round[result_type]
         job.width = self.width
         job.row_bytes = (self.width * (8 if wide else 4) + 63) // 64 * 64
-        job.first_bytes = self.width * cnp.PyArray_ITEMSIZE(self.token.values)
-        job.out_bytes = self.width * cnp.PyArray_ITEMSIZE(out)
-        job.out = <char *> cnp.PyArray_DATA(out)
-        parts = <int> smaller(smaller(num_threads if num_threads > 0 else 1, MAX_PARTS), job.tokens)
+        job.ahead_bytes = smaller(self.width * cnp.PyArray_ITEMSIZE(self.token.values), AHEAD_BYTES)
+        job.out_bytes = self.width * cnp.PyArray_ITEMSIZE(result)
+        job.out = <char *> cnp.PyArray_DATA(result)
+        job.stream = (BI_STREAMS and job.round == NULL
+                      and (job.norm != NULL or job.fold != NULL)
+                      and job.tokens * job.out_bytes >= STREAM_BYTES
+                      and <size_t> job.out % cnp.PyArray_ITEMSIZE(result) == 0)
+        parts = <int> smaller(smaller(wanted if wanted > 0 else 1, MAX_PARTS), job.tokens)
         threads = 1
-        if BI_OPENMP and not bi_forked and num_threads != 1 and elements >= TEAM_ELEMENTS:
-            threads = <int> smaller(available_cpus(num_threads), elements // SHARE_ELEMENTS)
+        if BI_OPENMP and not bi_forked and wanted != 1 and elements >= TEAM_ELEMENTS:
+            threads = <int> smaller(available_cpus(wanted), elements // SHARE_ELEMENTS)
             threads = <int> smaller(smaller(threads, MAX_PARTS), job.tokens)
-            if num_threads == 0:
+            if wanted == 0:
                 parts = threads
         job.scratch = NULL
-        job.scratch_bytes = 2 * job.row_bytes
+        job.scratch_bytes = 2 * smaller(BI_NORM_ROWS, job.tokens) * job.row_bytes
         if job.norm != NULL or job.round != NULL:
             job.scratch = <char *> malloc(parts * job.scratch_bytes)
             if job.scratch == NULL:
-                raise MemoryError(f"no memory for {parts} rows of work space")
+                raise MemoryError(f"no memory for {parts} times {job.scratch_bytes} bytes of "
+                                  "work space")
         if elements >= GIL_ELEMENTS:
             with nogil:
-                failed = run_parts(&job, parts, threads)
+                failed = perform(&job, parts, threads, calls, &place, &value)
         else:
-            failed = run_parts(&job, parts, threads)
+            failed = perform(&job, parts, threads, calls, &place, &value)
         free(job.scratch)
+        if failed and place >= 0:
+            raise explain().out_of_range(
+                ROLE_NAMES[failed - 1], (tokens, positions, segments)[failed - 1], place, value,
+                job.limit[failed - 1])
         if failed:
             raise explain().changed_meanwhile(ROLE_NAMES[failed - 1])
-        return out
+        return result
+
+
+cdef object np_ndarray = np.ndarray
+cdef object FLOAT32 = np.float32
+cdef object FLOAT64 = np.float64
+cdef cnp.dtype FLOAT32_DTYPE = np.dtype(np.float32)
+cdef cnp.dtype FLOAT64_DTYPE = np.dtype(np.float64)
+
+
+cdef cnp.ndarray as_ids(str name, ids):
+    """Ids as an array of integers."""
+    if type(ids) is np_ndarray and cnp.PyArray_ISINTEGER(<cnp.ndarray> ids):
+        return <cnp.ndarray> ids
+    return explain().as_ids(name, ids)
+
+
+cdef int as_threads(num_threads) except -1:
+    """The number of threads that was asked for."""
+    if PyLong_CheckExact(num_threads) and 0 < num_threads <= MAX_PARTS:
+        return num_threads
+    return explain().as_threads(num_threads)
 
 
 cdef object explain():
@@ -682,7 +790,7 @@ cdef const bi_ids *describe_along(bi_ids *ids, cnp.ndarray array, const bi_ids *
     return ids if broadcasts(ids, token) else NULL
 
 
-cdef bint fits(cnp.ndarray out, const cnp.npy_intp *shape, int dims) noexcept:
+cdef bint is_result(cnp.ndarray out, const cnp.npy_intp *shape, int dims) noexcept:
     """Whether `out` may be written as a C-contiguous array of this shape."""
     cdef int axis
     if (cnp.PyArray_NDIM(out) != dims or not cnp.PyArray_IS_C_CONTIGUOUS(out)

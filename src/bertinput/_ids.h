@@ -17,12 +17,18 @@ typedef struct {
     int64_t stride[BI_MAX_DIMS]; /* bytes; 0 along an axis that is broadcast */
 } bi_ids;
 
-#define BI_READ(type, swap)                                                                        \
+#define BI_READ_EVERY(type, swap, step)                                                            \
     for (int64_t i = 0; i < count; i++) {                                                          \
         type value;                                                                                \
-        memcpy(&value, at + i * stride, sizeof value);                                             \
+        memcpy(&value, at + i * (step), sizeof value);                                             \
         ids[i] = (int64_t)swap(value);                                                             \
-    }                                                                                              \
+    }
+/* ids side by side are told apart from others so that the loop over them vectorises */
+#define BI_READ(type, swap)                                                                        \
+    if (stride == (int64_t)sizeof(type))                                                           \
+        BI_READ_EVERY(type, swap, (int64_t)sizeof(type))                                           \
+    else                                                                                           \
+        BI_READ_EVERY(type, swap, stride)                                                          \
     break
 
 /* shifts rather than built-ins: compilers know the pattern, and every one has shifts */
@@ -60,12 +66,13 @@ static void bi_read_ids(const bi_ids *from, const char *at, int64_t stride, int6
     }
 }
 
-/* Place of the first id outside 0..rows-1 among `count`, or -1; one unsigned compare each. */
+/* Place of the first id outside 0..rows-1 among `count`, or -1. An id is inside if neither it nor
+ * rows-1-id has its sign bit set, which needs no comparison of 64-bit numbers: SSE2 has none. */
 static int64_t bi_first_outside(const int64_t *ids, int64_t count, int64_t rows) {
-    int outside = 0;
+    uint64_t signs = 0;
     for (int64_t i = 0; i < count; i++)
-        outside |= (uint64_t)ids[i] >= (uint64_t)rows;
-    if (outside)
+        signs |= (uint64_t)ids[i] | ((uint64_t)(rows - 1) - (uint64_t)ids[i]);
+    if (signs >> 63)
         for (int64_t i = 0; i < count; i++)
             if ((uint64_t)ids[i] >= (uint64_t)rows)
                 return i;

@@ -18,14 +18,27 @@
 
 #if defined(_MSC_VER) && !defined(__clang__)
 #define BI_INLINE static __forceinline
+#define BI_APART __declspec(noinline)
+#define BI_LINE __declspec(align(64))
 #define BI_UNALIGNED(type, name) typedef __unaligned type name
 #define BI_RESTRICT __restrict
 #pragma fp_contract(off)
 #else
 #define BI_INLINE static inline __attribute__((always_inline))
+#define BI_APART __attribute__((noinline))
+#define BI_LINE __attribute__((aligned(64)))
 /* rows may start at any byte (memory maps, structured arrays) */
 #define BI_UNALIGNED(type, name) typedef type name __attribute__((aligned(1), may_alias))
 #define BI_RESTRICT restrict
+#endif
+
+/* the stores of the loop that follows do not change what it reads */
+#if defined(__clang__)
+#define BI_NO_ALIAS _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define BI_NO_ALIAS _Pragma("GCC ivdep")
+#else
+#define BI_NO_ALIAS __pragma(loop(ivdep))
 #endif
 
 typedef float bi_f32;
@@ -47,11 +60,29 @@ typedef struct {
     int32_t zero;
 } bi_row;
 
-/* acc[i] = rows[0][i] + rows[1][i] + ..., left to right, or acc[i] += rows[0][i] */
-typedef void (*bi_fold)(void *acc, const bi_row *rows, int64_t width);
-/* out = LayerNorm(acc); weight and bias are of acc's type, bias may be NULL; no overlap */
-typedef void (*bi_norm)(const void *acc, int64_t width, const void *weight, const void *bias,
-                        double eps, void *out);
+/* the sum of a row's elements, and of their squares */
+typedef struct {
+    double first, second;
+} bi_moments;
+
+/* LayerNorm's vectors, of the computation's type */
+typedef struct {
+    const void *weight, *bias;
+    double eps;
+} bi_norm_vectors;
+
+/* rows that are normalised together: while one waits for its square root, the others go on */
+#define BI_NORM_ROWS 4
+
+/* acc[i] = rows[0][i] + rows[1][i] + ..., left to right, or acc[i] += rows[0][i];
+ * the moments of the result, unless they are NULL, or `stream`: past the caches */
+typedef void (*bi_fold)(void *acc, const bi_row *rows, int64_t width, bi_moments *moments,
+                        int stream);
+/* out = LayerNorm(acc) for up to BI_NORM_ROWS rows, so many bytes apart; no overlap; `stream` as
+ * above */
+typedef void (*bi_norm)(const char *acc, int64_t acc_step, const bi_moments *moments, int64_t rows,
+                        int64_t width, const bi_norm_vectors *vectors, char *out,
+                        int64_t out_step, int stream);
 /* out[i] = acc[i], rounded once to the type of the result */
 typedef void (*bi_round)(const void *acc, void *out, int64_t width);
 
@@ -156,8 +187,31 @@ BI_INLINE float bi_fma(float a, float b, float c) {
 #define BI_JOIN(a, b) BI_JOIN_(a, b)
 #define BI_ISA_NAME(name) BI_JOIN(name, BI_ISA)
 
+/* Stores past the caches, where there are such. BI_STREAM_LINE writes an aligned line of 64 bytes;
+ * bi_stream_end() makes it visible to others. */
+#if defined(__SSE2__) || defined(_M_X64)
+#include <immintrin.h>
+#define BI_STREAMS 1
+static void bi_stream_end(void) { _mm_sfence(); }
+#define BI_STREAM_16(to, from, i)                                                                  \
+    _mm_stream_si128((__m128i *)(void *)(to) + i, _mm_load_si128((const __m128i *)(from) + i))
+#define BI_STREAM_32(to, from, i)                                                                  \
+    _mm256_stream_si256((__m256i *)(void *)(to) + i,                                               \
+                        _mm256_load_si256((const __m256i *)(from) + i))
+#else
+#define BI_STREAMS 0
+static void bi_stream_end(void) {}
+#endif
+
 #define BI_ISA baseline
 #define BI_TARGET
+#if BI_STREAMS
+#define BI_STREAM_LINE(to, from)                                                                   \
+    (BI_STREAM_16(to, from, 0), BI_STREAM_16(to, from, 1), BI_STREAM_16(to, from, 2),              \
+     BI_STREAM_16(to, from, 3))
+#else
+#define BI_STREAM_LINE(to, from) memcpy(to, from, 64)
+#endif
 #if defined(__FP_FAST_FMAF) || defined(__aarch64__) || defined(_M_ARM64)
 #define BI_FMA fmaf
 #else
@@ -167,24 +221,30 @@ BI_INLINE float bi_fma(float a, float b, float c) {
 #undef BI_ISA
 #undef BI_TARGET
 #undef BI_FMA
+#undef BI_STREAM_LINE
 
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
 #define BI_X86_TARGETS 1
 #define BI_FMA fmaf
 #define BI_ISA avx2
 #define BI_TARGET __attribute__((target("avx2,fma")))
+#define BI_STREAM_LINE(to, from) (BI_STREAM_32(to, from, 0), BI_STREAM_32(to, from, 1))
 #include "_rows_body.h"
 #undef BI_ISA
 #undef BI_TARGET
+#undef BI_STREAM_LINE
 #define BI_ISA avx512
 #define BI_TARGET __attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl")))
+#define BI_STREAM_LINE(to, from)                                                                   \
+    _mm512_stream_si512((void *)(to), _mm512_load_si512((const void *)(from)))
 #include "_rows_body.h"
 #undef BI_ISA
 #undef BI_TARGET
+#undef BI_STREAM_LINE
 #endif
 
-/* Bring a row that comes soon into the cache: table rows lie scattered, so that no hardware
- * guesses the next one. */
+/* Bring the start of a row that comes soon into the cache: table rows lie scattered, so that no
+ * hardware guesses where the next one begins; it does guess how it goes on. */
 BI_INLINE void bi_prefetch(const char *at, int64_t bytes) {
 #if defined(__GNUC__) || defined(__clang__)
     for (int64_t i = 0; i < bytes; i += 64)

@@ -1,37 +1,96 @@
 /* The bodies of _rows.h for one instruction set: BI_ISA names it, BI_TARGET is its attribute,
  * BI_FMA is its fused multiply-add of float32. */
 
+/* Moments run in BI_LANES lanes of C over at most BI_BLOCK elements, then in a fixed tree in
+ * float64: the same bits whatever the vector width, and little error in long rows. */
+#ifndef BI_LANES
+#define BI_LANES 32
+#define BI_BLOCK 2048
+#define BI_PASSES 3
+#endif
+
+#define BI_HALVE(half)                                                                             \
+    for (int k = 0; k < half; k++)                                                                 \
+        sum[k] += sum[k + half];
+#define BI_TREE(C, ctype)                                                                          \
+    static BI_APART BI_TARGET double BI_ISA_NAME(tree_##C)(const ctype *lane) {                    \
+        double sum[BI_LANES / 2];                                                                  \
+        for (int k = 0; k < BI_LANES / 2; k++)                                                     \
+            sum[k] = (double)lane[k] + (double)lane[k + BI_LANES / 2];                             \
+        BI_HALVE(8)                                                                                \
+        BI_HALVE(4)                                                                                \
+        BI_HALVE(2)                                                                                \
+        return sum[0] + sum[1];                                                                    \
+    }
+BI_TREE(F32, bi_f32)
+BI_TREE(F64, bi_f64)
+
+/* One kernel over rows of one table type T: ELEMENT is the i-th element of its result. Elements go
+ * through a local array, which no pointer can alias, so that loops over it vectorise. */
+#define BI_FOLD(C, ctype, T, name, TERMS, ELEMENT)                                                 \
+    BI_INLINE BI_TARGET void BI_ISA_NAME(name##_##C##_##T##_as)(                                   \
+        ctype##u *sum, const bi_row *rows, int64_t width, bi_moments *moments, const int stream,   \
+        const int wants_moments) {                                                                 \
+        const bi_row a = rows[0], b = rows[TERMS > 1 ? 1 : 0], c = rows[TERMS > 2 ? 2 : 0];        \
+        int64_t i = 0;                                                                             \
+        (void)b, (void)c;                                                                          \
+        if (stream)                                                                                \
+            for (; i < width && (uintptr_t)(sum + i) % 64; i++)                                    \
+                sum[i] = ELEMENT(ctype, T, i);                                                     \
+        while (i < width) {                                                                        \
+            const int64_t end = width - i < BI_BLOCK ? width : i + BI_BLOCK;                       \
+            ctype sums[BI_LANES] = {0}, squares[BI_LANES] = {0};                                   \
+            for (; i + BI_LANES <= end; i += BI_LANES) {                                           \
+                BI_LINE ctype lines[BI_LANES];                                                     \
+                ctype##u *x = stream ? (ctype##u *)lines : sum + i;                                \
+                BI_NO_ALIAS                                                                        \
+                for (int k = 0; k < BI_LANES; k++)                                                 \
+                    x[k] = ELEMENT(ctype, T, i + k);                                               \
+                if (stream)                                                                        \
+                    for (size_t k = 0; k < BI_LANES; k += 64 / sizeof(ctype))                      \
+                        BI_STREAM_LINE(sum + i + k, lines + k);                                    \
+                if (wants_moments)                                                                 \
+                    for (int k = 0; k < BI_LANES; k++) {                                           \
+                        sums[k] += x[k];                                                           \
+                        squares[k] += x[k] * x[k];                                                 \
+                    }                                                                              \
+            }                                                                                      \
+            for (int k = 0; i < end; i++, k++) {                                                   \
+                const ctype x = ELEMENT(ctype, T, i);                                              \
+                sum[i] = x;                                                                        \
+                sums[k] += x;                                                                      \
+                squares[k] += x * x;                                                               \
+            }                                                                                      \
+            if (wants_moments) {                                                                   \
+                moments->first += BI_ISA_NAME(tree_##C)(sums);                                               \
+                moments->second += BI_ISA_NAME(tree_##C)(squares);                                           \
+            }                                                                                      \
+        }                                                                                          \
+    }                                                                                              \
+    static BI_TARGET void BI_ISA_NAME(name##_##C##_##T)(void *acc, const bi_row *rows,             \
+                                                        int64_t width, bi_moments *moments,        \
+                                                        int stream) {                              \
+        if (moments) {                                                                             \
+            bi_moments found = {0, 0};                                                             \
+            BI_ISA_NAME(name##_##C##_##T##_as)((ctype##u *)acc, rows, width, &found, 0, 1);        \
+            *moments = found;                                                                      \
+        } else if (stream)                                                                         \
+            BI_ISA_NAME(name##_##C##_##T##_as)((ctype##u *)acc, rows, width, NULL, 1, 0);          \
+        else                                                                                       \
+            BI_ISA_NAME(name##_##C##_##T##_as)((ctype##u *)acc, rows, width, NULL, 0, 0);          \
+    }
+#define BI_SUM1(ctype, T, i) (ctype) BI_LOAD_##T(a, i)
+#define BI_SUM2(ctype, T, i) (ctype) BI_LOAD_##T(a, i) + (ctype)BI_LOAD_##T(b, i)
+#define BI_SUM3(ctype, T, i)                                                                       \
+    (ctype) BI_LOAD_##T(a, i) + (ctype)BI_LOAD_##T(b, i) + (ctype)BI_LOAD_##T(c, i)
+#define BI_ADD(ctype, T, i) sum[i] + (ctype)BI_LOAD_##T(a, i)
+
 /* Sums of T table rows, computed in C. Adding a table type adds a BI_LOAD_T and a line below. */
 #define BI_FOLDS(C, ctype, T)                                                                      \
-    static BI_TARGET void BI_ISA_NAME(fold1_##C##_##T)(void *BI_RESTRICT acc,                      \
-                                                       const bi_row *rows, int64_t width) {        \
-        ctype##u *BI_RESTRICT sum = (ctype##u *)acc;                                               \
-        const bi_row a = rows[0];                                                                  \
-        for (int64_t i = 0; i < width; i++)                                                        \
-            sum[i] = (ctype)BI_LOAD_##T(a, i);                                                     \
-    }                                                                                              \
-    static BI_TARGET void BI_ISA_NAME(fold2_##C##_##T)(void *BI_RESTRICT acc,                      \
-                                                       const bi_row *rows, int64_t width) {        \
-        ctype##u *BI_RESTRICT sum = (ctype##u *)acc;                                               \
-        const bi_row a = rows[0], b = rows[1];                                                     \
-        for (int64_t i = 0; i < width; i++)                                                        \
-            sum[i] = (ctype)BI_LOAD_##T(a, i) + (ctype)BI_LOAD_##T(b, i);                          \
-    }                                                                                              \
-    static BI_TARGET void BI_ISA_NAME(fold3_##C##_##T)(void *BI_RESTRICT acc,                      \
-                                                       const bi_row *rows, int64_t width) {        \
-        ctype##u *BI_RESTRICT sum = (ctype##u *)acc;                                               \
-        const bi_row a = rows[0], b = rows[1], c = rows[2];                                        \
-        for (int64_t i = 0; i < width; i++)                                                        \
-            sum[i] = (ctype)BI_LOAD_##T(a, i) + (ctype)BI_LOAD_##T(b, i) +                         \
-                     (ctype)BI_LOAD_##T(c, i);                                                     \
-    }                                                                                              \
-    static BI_TARGET void BI_ISA_NAME(add_##C##_##T)(void *BI_RESTRICT acc, const bi_row *rows,    \
-                                                     int64_t width) {                              \
-        ctype##u *BI_RESTRICT sum = (ctype##u *)acc;                                               \
-        const bi_row a = rows[0];                                                                  \
-        for (int64_t i = 0; i < width; i++)                                                        \
-            sum[i] += (ctype)BI_LOAD_##T(a, i);                                                    \
-    }
+    BI_FOLD(C, ctype, T, fold1, 1, BI_SUM1)                                                        \
+    BI_FOLD(C, ctype, T, fold2, 2, BI_SUM2)                                                        \
+    BI_FOLD(C, ctype, T, fold3, 3, BI_SUM3)                                                        \
+    BI_FOLD(C, ctype, T, add, 1, BI_ADD)
 
 BI_FOLDS(F32, bi_f32, F32)
 BI_FOLDS(F32, bi_f32, F16)
@@ -65,94 +124,55 @@ BI_ROUND(F64, bi_f64, BF16, bi_u16u, BI_F64_TO_BF16)
 /* LayerNorm, population variance: (x - mean) / sqrt(variance + eps) * weight + bias
  * (Ba, Kiros and Hinton, "Layer Normalization", 2016).
  *
- * One pass takes the first two moments about 0. Where the mean exceeds the deviation, that would
- * lose digits (rows of mean 10 and deviation 0.01: 6 % of the variance), and a second pass takes
- * them about the mean; a third serves means that were too coarse. Sums run in BI_LANES lanes of C
- * over at most BI_BLOCK elements, then in a fixed tree in float64. Where even that leaves doubt,
- * or squares leave C's range, the row is computed again in float64, scaled.
+ * The sum's own pass has taken the first two moments about 0. Where the mean exceeds the
+ * deviation, that loses digits (rows of mean 10 and deviation 0.01: 6 % of the variance), and a
+ * second pass takes them about the mean; a third serves means that were too coarse. Where even
+ * that leaves doubt, or squares leave C's range, the row is computed again in float64, scaled.
  */
-#ifndef BI_LANES
-#define BI_LANES 32
-#define BI_BLOCK 2048
-#define BI_PASSES 3
-#define BI_TREE(C, ctype)                                                                          \
-    BI_INLINE double bi_tree_##C(const ctype *lane) {                                              \
-        double sum[BI_LANES / 2];                                                                  \
-        for (int k = 0; k < BI_LANES / 2; k++)                                                     \
-            sum[k] = (double)lane[k] + (double)lane[k + BI_LANES / 2];                             \
-        for (int half = BI_LANES / 4; half; half /= 2)                                             \
-            for (int k = 0; k < half; k++)                                                         \
-                sum[k] += sum[k + half];                                                           \
-        return sum[0];                                                                             \
-    }
-BI_TREE(F32, bi_f32)
-BI_TREE(F64, bi_f64)
-#endif
-
 #define BI_MOMENTS(C, ctype)                                                                       \
-    static BI_TARGET void BI_ISA_NAME(moments_##C)(const ctype##u *BI_RESTRICT row, int64_t width, \
-                                                   ctype shift, double *first, double *second) {   \
-        *first = *second = 0;                                                                      \
-        for (int64_t done = 0; done < width; done += BI_BLOCK) {                                   \
-            const ctype##u *BI_RESTRICT x = row + done;                                            \
-            const int64_t count = width - done < BI_BLOCK ? width - done : BI_BLOCK;               \
-            const int64_t whole = count - count % BI_LANES;                                        \
-            ctype sums[BI_LANES] = {0}, squares[BI_LANES] = {0}, tail[BI_LANES];                   \
-            for (int64_t i = 0; i < whole; i += BI_LANES)                                          \
+    static BI_TARGET bi_moments BI_ISA_NAME(moments_##C)(const ctype##u *BI_RESTRICT x,            \
+                                                         int64_t width, ctype shift) {             \
+        bi_moments moments = {0, 0};                                                               \
+        for (int64_t i = 0; i < width;) {                                                          \
+            const int64_t end = width - i < BI_BLOCK ? width : i + BI_BLOCK;                       \
+            ctype sums[BI_LANES] = {0}, squares[BI_LANES] = {0};                                   \
+            for (; i + BI_LANES <= end; i += BI_LANES)                                             \
                 for (int k = 0; k < BI_LANES; k++) {                                               \
-                    ctype d = x[i + k] - shift;                                                    \
+                    const ctype d = x[i + k] - shift;                                              \
                     sums[k] += d;                                                                  \
                     squares[k] += d * d;                                                           \
                 }                                                                                  \
-            if (whole < count) {                                                                   \
-                for (int k = 0; k < BI_LANES; k++)                                                 \
-                    tail[k] = shift;                                                               \
-                memcpy(tail, x + whole, (size_t)(count - whole) * sizeof(ctype));                  \
-                for (int k = 0; k < BI_LANES; k++) {                                               \
-                    ctype d = tail[k] - shift;                                                     \
-                    sums[k] += d;                                                                  \
-                    squares[k] += d * d;                                                           \
-                }                                                                                  \
+            for (int k = 0; i < end; i++, k++) {                                                   \
+                const ctype d = x[i] - shift;                                                      \
+                sums[k] += d;                                                                      \
+                squares[k] += d * d;                                                               \
             }                                                                                      \
-            *first += bi_tree_##C(sums);                                                           \
-            *second += bi_tree_##C(squares);                                                       \
+            moments.first += BI_ISA_NAME(tree_##C)(sums);                                                    \
+            moments.second += BI_ISA_NAME(tree_##C)(squares);                                                \
         }                                                                                          \
-        *first /= (double)width;                                                                   \
-        *second /= (double)width;                                                                  \
+        return moments;                                                                            \
     }
-
-/* The last pass in float32: two fused multiply-adds, rounded as IEEE 754 says, keep the largest
- * error below that of PyTorch, which rounds six times. */
-static BI_TARGET void BI_ISA_NAME(finish_F32)(const bi_f32u *BI_RESTRICT x, int64_t width,
-                                              const bi_f32u *BI_RESTRICT w,
-                                              const bi_f32u *BI_RESTRICT b, float shift,
-                                              double left, double rstd,
-                                              bi_f32u *BI_RESTRICT result) {
-    const double middle = (double)shift + left;
-    const float mean = (float)middle, scale = (float)rstd;
-    const float rest = (float)(((double)mean - middle) * rstd);
-    if (b)
-        for (int64_t i = 0; i < width; i++)
-            result[i] = BI_FMA(BI_FMA(x[i] - mean, scale, rest), w[i], b[i]);
-    else
-        for (int64_t i = 0; i < width; i++)
-            result[i] = BI_FMA(x[i] - mean, scale, rest) * w[i];
-}
-
-static BI_TARGET void BI_ISA_NAME(finish_F64)(const bi_f64u *BI_RESTRICT x, int64_t width,
-                                              const bi_f64u *BI_RESTRICT w,
-                                              const bi_f64u *BI_RESTRICT b, double shift,
-                                              double left, double rstd,
-                                              bi_f64u *BI_RESTRICT result) {
-    if (b)
-        for (int64_t i = 0; i < width; i++)
-            result[i] = ((x[i] - shift) - left) * rstd * w[i] + b[i];
-    else
-        for (int64_t i = 0; i < width; i++)
-            result[i] = ((x[i] - shift) - left) * rstd * w[i];
-}
 
 #ifndef BI_NORM_FAR
+/* What the last pass subtracts and multiplies by; rstd < 0: the row goes the long way. */
+typedef struct {
+    float mean, rest, rstd;
+} bi_scale_F32;
+typedef struct {
+    double mean, rest, rstd;
+} bi_scale_F64;
+BI_INLINE void bi_set_F32(bi_scale_F32 *scale, float shift, double left, double rstd) {
+    const double middle = (double)shift + left;
+    scale->mean = (float)middle;
+    scale->rest = (float)(((double)scale->mean - middle) * rstd);
+    scale->rstd = (float)rstd;
+}
+BI_INLINE void bi_set_F64(bi_scale_F64 *scale, double shift, double left, double rstd) {
+    scale->mean = shift;
+    scale->rest = left;
+    scale->rstd = rstd;
+}
+
 /* The rare row whose mean dwarfs its deviation, or whose squares overflow or vanish: scaled by a
  * power of two into the middle of float64's range, then the textbook's two passes. NaN and
  * infinity end as NaN, as by formula. */
@@ -177,36 +197,92 @@ static BI_TARGET void BI_ISA_NAME(finish_F64)(const bi_f64u *BI_RESTRICT x, int6
         double rstd = 1.0 / sqrt(spread + ldexp(eps, -2 * exponent));                              \
         for (int64_t i = 0; i < width; i++) {                                                      \
             double unit = (ldexp((double)x[i], -exponent) - mean) * rstd;                          \
-            result[i] = (ctype)(b ? unit * (double)w[i] + (double)b[i] : unit * (double)w[i]);     \
+            result[i] = (ctype)(unit * (double)w[i] + (double)b[i]);                               \
         }                                                                                          \
     }
 BI_NORM_FAR(F32, bi_f32)
 BI_NORM_FAR(F64, bi_f64)
 #endif
 
+/* The last pass, over two rows at once, which share the loads of weight and bias, or over one.
+ * In float32 two fused multiply-adds, rounded as IEEE 754 says, keep the largest error below that
+ * of PyTorch, which rounds six times. */
+#define BI_UNIT_F32(x, s, i) BI_FMA(BI_FMA(x[i] - s.mean, s.rstd, s.rest), w[i], b[i])
+#define BI_UNIT_F64(x, s, i) ((x[i] - s.mean - s.rest) * s.rstd * w[i] + b[i])
+#define BI_FINISH(C, ctype)                                                                        \
+    static BI_TARGET void BI_ISA_NAME(finish_two_##C)(                                             \
+        const ctype##u *BI_RESTRICT x, const ctype##u *BI_RESTRICT y, int64_t width,               \
+        const ctype##u *BI_RESTRICT w, const ctype##u *BI_RESTRICT b, const bi_scale_##C *scales,  \
+        ctype##u *BI_RESTRICT out_x, ctype##u *BI_RESTRICT out_y) {                                \
+        const bi_scale_##C s = scales[0], t = scales[1];                                           \
+        for (int64_t i = 0; i < width; i++) {                                                      \
+            const ctype of_x = BI_UNIT_##C(x, s, i), of_y = BI_UNIT_##C(y, t, i);                  \
+            out_x[i] = of_x;                                                                       \
+            out_y[i] = of_y;                                                                       \
+        }                                                                                          \
+    }                                                                                              \
+    static BI_TARGET void BI_ISA_NAME(finish_##C)(                                                 \
+        const ctype##u *BI_RESTRICT x, int64_t width, const ctype##u *BI_RESTRICT w,               \
+        const ctype##u *BI_RESTRICT b, const bi_scale_##C s, int stream,                           \
+        ctype##u *BI_RESTRICT out) {                                                               \
+        int64_t i = 0;                                                                             \
+        if (stream) {                                                                              \
+            for (; i < width && (uintptr_t)(out + i) % 64; i++)                                    \
+                out[i] = BI_UNIT_##C(x, s, i);                                                     \
+            for (; i + BI_LANES <= width; i += BI_LANES) {                                         \
+                BI_LINE ctype lines[BI_LANES];                                                     \
+                for (int k = 0; k < BI_LANES; k++)                                                 \
+                    lines[k] = BI_UNIT_##C(x, s, i + k);                                           \
+                for (size_t k = 0; k < BI_LANES; k += 64 / sizeof(ctype))                          \
+                    BI_STREAM_LINE(out + i + k, lines + k);                                        \
+            }                                                                                      \
+        }                                                                                          \
+        for (; i < width; i++)                                                                     \
+            out[i] = BI_UNIT_##C(x, s, i);                                                         \
+    }
+
 #define BI_NORM(C, ctype, LEAST, MOST)                                                             \
     BI_MOMENTS(C, ctype)                                                                           \
-    static BI_TARGET void BI_ISA_NAME(norm_##C)(const void *acc, int64_t width,                    \
-                                                const void *weight, const void *bias, double eps,  \
-                                                void *out) {                                       \
-        const ctype##u *x = (const ctype##u *)acc;                                                 \
-        const ctype##u *w = (const ctype##u *)weight, *b = (const ctype##u *)bias;                 \
-        ctype##u *result = (ctype##u *)out;                                                        \
-        ctype shift = 0;                                                                           \
-        double left = 0, spread = 0, variance;                                                     \
-        int settled = 0;                                                                           \
-        for (int pass = 0; pass < BI_PASSES && !settled; pass++) {                                 \
-            double square;                                                                         \
-            shift = (ctype)(shift + left);                                                         \
-            BI_ISA_NAME(moments_##C)(x, width, shift, &left, &square);                             \
-            spread = square - left * left;                                                         \
-            settled = left * left <= spread;                                                       \
+    BI_FINISH(C, ctype)                                                                            \
+    static BI_TARGET void BI_ISA_NAME(norm_##C)(                                                   \
+        const char *acc, int64_t acc_step, const bi_moments *moments, int64_t rows, int64_t width, \
+        const bi_norm_vectors *vectors, char *out, int64_t out_step, int stream) {                 \
+        const ctype##u *w = (const ctype##u *)vectors->weight;                                     \
+        const ctype##u *b = (const ctype##u *)vectors->bias;                                       \
+        bi_scale_##C scales[BI_NORM_ROWS];                                                         \
+        for (int64_t r = 0; r < rows; r++) {                                                       \
+            const ctype##u *x = (const ctype##u *)(acc + r * acc_step);                            \
+            bi_moments of = moments[r];                                                            \
+            double left, spread, variance;                                                         \
+            ctype shift = 0;                                                                       \
+            for (int pass = 1;; pass++) {                                                          \
+                left = of.first / (double)width;                                                   \
+                spread = of.second / (double)width - left * left;                                  \
+                if (left * left <= spread || pass == BI_PASSES)                                    \
+                    break;                                                                         \
+                shift = (ctype)(shift + left);                                                     \
+                of = BI_ISA_NAME(moments_##C)(x, width, shift);                                    \
+            }                                                                                      \
+            variance = (spread > 0 ? spread : 0) + vectors->eps;                                   \
+            if (left * left <= spread && variance >= LEAST && spread <= MOST)                      \
+                bi_set_##C(&scales[r], shift, left, 1.0 / sqrt(variance));                         \
+            else                                                                                   \
+                scales[r].rstd = -1;                                                               \
         }                                                                                          \
-        variance = (spread > 0 ? spread : 0) + eps;                                                \
-        if (settled && variance >= LEAST && spread <= MOST)                                        \
-            BI_ISA_NAME(finish_##C)(x, width, w, b, shift, left, 1.0 / sqrt(variance), result);    \
-        else                                                                                       \
-            bi_norm_far_##C(x, width, w, b, eps, result);                                          \
+        for (int64_t r = 0; r < rows;) {                                                           \
+            const ctype##u *x = (const ctype##u *)(acc + r * acc_step);                            \
+            const ctype##u *y = (const ctype##u *)(acc + (r + 1) * acc_step);                      \
+            ctype##u *out_x = (ctype##u *)(out + r * out_step);                                    \
+            ctype##u *out_y = (ctype##u *)(out + (r + 1) * out_step);                              \
+            const int two = r + 1 < rows && scales[r].rstd >= 0 && scales[r + 1].rstd >= 0;        \
+            if (two && !stream)                                                                    \
+                BI_ISA_NAME(finish_two_##C)(x, y, width, w, b, scales + r, out_x, out_y);          \
+            else if (scales[r].rstd >= 0)                                                          \
+                BI_ISA_NAME(finish_##C)(x, width, w, b, scales[r], stream, out_x);                 \
+            else                                                                                   \
+                bi_norm_far_##C(x, width, w, b, vectors->eps, out_x);                              \
+            r += 1 + (two && !stream);                                                             \
+        }                                                                                          \
     }
 
 BI_NORM(F32, bi_f32, 1e-30, 1e30)
@@ -240,10 +316,20 @@ static const bi_kernels BI_ISA_NAME(kernels_F64) = {
     {NULL, BI_OF(round, F64, F32), BI_OF(round, F64, F16), BI_OF(round, F64, BF16)},
 };
 
+#undef BI_HALVE
+#undef BI_TREE
+#undef BI_FOLD
 #undef BI_FOLDS
+#undef BI_SUM1
+#undef BI_SUM2
+#undef BI_SUM3
+#undef BI_ADD
 #undef BI_ROUND
 #undef BI_F64_TO_F16
 #undef BI_F64_TO_BF16
 #undef BI_NORM
 #undef BI_MOMENTS
+#undef BI_FINISH
+#undef BI_UNIT_F32
+#undef BI_UNIT_F64
 #undef BI_OF

@@ -84,15 +84,10 @@ def bert_embeddings(
     array([[[1.5 , 2.5 ],
             [4.25, 3.25]]])
     """
-    # types, before anything else
-    tokens = _arrays.as_ids("token_ids", token_ids)
-    segments = None if segment_ids is None else _arrays.as_ids("segment_ids", segment_ids)
-    positions = None if position_ids is None else _arrays.as_ids("position_ids", position_ids)
-    token_table = _arrays.as_table("token_embeddings", token_embeddings)
-    position_table = _arrays.as_table("position_embeddings", position_embeddings)
-    segment_table = _arrays.as_table("segment_embeddings", segment_embeddings)
-    code, result_dtype = _arrays.result_type(dtype)
-    out = _arrays.as_out(out, result_dtype)
-    threads = _arrays.as_threads(num_threads)
-    stage = Stage(token_table, position_table, segment_table, _ORDER)
-    return stage.run(tokens, segments, positions, code, result_dtype, out, threads, False)
+    stage = Stage(
+        _arrays.as_table("token_embeddings", token_embeddings),
+        _arrays.as_table("position_embeddings", position_embeddings),
+        _arrays.as_table("segment_embeddings", segment_embeddings),
+        _ORDER,
+    )
+    return stage.run(token_ids, segment_ids, position_ids, None, dtype, out, num_threads, False)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BERTStyleEmbedding", "BertEmbeddings"]
 
+_ndarray = np.ndarray  # a global is found faster than an attribute
+
 
 class BertEmbeddings:
     """The input stage of a BERT-like model: tables, the order of their sum, LayerNorm.
@@ -97,12 +99,17 @@ class BertEmbeddings:
         tables = (token, position, segment)
         roles = [_arrays.ROLES.index(role) for role in declared.order]
         token_stage = Stage(token, None, None, (0,))
-        norm = None if layer_norm is None else _arrays.as_norm(layer_norm, token_stage.width)
+        norm = None
+        if layer_norm is not None and token_stage.fits:
+            norm = _arrays.as_norm(layer_norm, token_stage.width)
         order = tuple(role for role in roles if tables[role] is not None)
+        stage = Stage(token, position, segment, order, norm)
+        if not stage.fits:
+            raise _arrays.unfit_tables(stage)
         _set(
             self,
             _family=declared,
-            _stage=Stage(token, position, segment, order, norm),
+            _stage=stage,
             _token_stage=token_stage,
             _given=tuple(map(_kept, tables, given)),
             _source=None,
@@ -192,9 +199,11 @@ class BertEmbeddings:
         IndexError, TypeError, ValueError, MemoryError
             As `bert_embeddings` does, before anything is written.
         """
-        return self._run(
-            self._stage,
-            True,
+        if type(token_ids) is not _ndarray:
+            token_ids, segment_ids, position_ids, attention_mask = _arrays.unpack_batch(
+                token_ids, segment_ids, position_ids, attention_mask
+            )
+        return self._stage.run(
             token_ids,
             segment_ids,
             position_ids,
@@ -202,6 +211,7 @@ class BertEmbeddings:
             dtype,
             out,
             num_threads,
+            True,
         )
 
     def sum(
@@ -220,9 +230,11 @@ class BertEmbeddings:
         Parameters, result and errors are those of calling the layer. From float32 tables to
         float32, the result is bit for bit that of the reference implementation.
         """
-        return self._run(
-            self._stage,
-            False,
+        if type(token_ids) is not _ndarray:
+            token_ids, segment_ids, position_ids, attention_mask = _arrays.unpack_batch(
+                token_ids, segment_ids, position_ids, attention_mask
+            )
+        return self._stage.run(
             token_ids,
             segment_ids,
             position_ids,
@@ -230,6 +242,7 @@ class BertEmbeddings:
             dtype,
             out,
             num_threads,
+            False,
         )
 
     def inputs_embeds(
@@ -240,34 +253,10 @@ class BertEmbeddings:
         out: NDArray[Any] | None = None,
     ) -> NDArray[Any]:
         """Gather the token rows alone: what Hugging Face models take as ``inputs_embeds``."""
-        return self._run(self._token_stage, False, token_ids, None, None, None, dtype, out, None)
-
-    def _run(
-        self,
-        stage: Stage,
-        normalize: bool,
-        token_ids: Any,
-        segment_ids: Any,
-        position_ids: Any,
-        attention_mask: Any,
-        dtype: Any,
-        out: Any,
-        num_threads: Any,
-    ) -> NDArray[Any]:
-        if type(token_ids) is not np.ndarray:
-            token_ids, segment_ids, position_ids, attention_mask = _arrays.unpack_batch(
-                token_ids, segment_ids, position_ids, attention_mask
-            )
-        tokens = _arrays.as_ids("token_ids", token_ids)
-        segments = None if segment_ids is None else _arrays.as_ids("segment_ids", segment_ids)
-        positions = None if position_ids is None else _arrays.as_ids("position_ids", position_ids)
-        mask = None if attention_mask is None else _arrays.as_mask(attention_mask)
-        code, result_dtype = _arrays.result_type(dtype)
-        out = _arrays.as_out(out, result_dtype)
-        threads = _arrays.as_threads(num_threads)
-        if mask is not None:
-            _arrays.check_mask(mask, tokens, out)
-        return stage.run(tokens, segments, positions, code, result_dtype, out, threads, normalize)
+        others = (None, None, None)
+        if type(token_ids) is not _ndarray:
+            token_ids, *others = _arrays.unpack_batch(token_ids, *others)
+        return self._token_stage.run(token_ids, *others, dtype, out, None, False)
 
     # ---- what it holds ----
 
