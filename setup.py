@@ -121,7 +121,8 @@ if __name__ == "__main__":  # a build does run this file as the main one; the te
         include_dirs=[np.get_include()],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         depends=[
-            f"src/bertinput/{name}" for name in ("_rows.h", "_rows_body.h", "_ids.h", "_threads.h")
+            f"src/bertinput/{name}"
+            for name in ("_rows.h", "_rows_body.h", "_ids.h", "_pool.h", "_threads.h")
         ],
     )
     setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})

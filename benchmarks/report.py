@@ -7,11 +7,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.rows import ROWS, Measurement, Row
+from benchmarks.anatomy import anatomy_markdown
+from benchmarks.groups import growth_name
+from benchmarks.rows import ONE_TOKEN, ROWS, Figure, Measurement, Row
 from benchmarks.sides import NOTES
+from benchmarks.targets import Verdict, amount
 from benchmarks.timing import Spread, ratio, spread
+from benchmarks.workload import GROWTH
 
-__all__ = ["as_json", "as_text"]
+__all__ = ["as_json", "as_text", "duration", "verdict_lines"]
 
 
 def duration(seconds: float) -> str:
@@ -22,9 +26,9 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2f} s"
 
 
-def times(value: Spread) -> str:
-    """A ratio with its quartiles; a loss is marked."""
-    mark = "LOSS " if value.median < 1 else ""
+def times(value: Spread, cost: bool) -> str:
+    """A ratio with its quartiles; where a peer is faster, it is marked."""
+    mark = "LOSS " if value.median < 1 and not cost else ""
     return f"{mark}{value.median:.2f}x [{value.low:.2f}-{value.high:.2f}]"
 
 
@@ -42,38 +46,45 @@ def in_columns(lines: Sequence[Sequence[str]]) -> list[str]:
 
 def row_table(row: Row, measurements: Sequence[Measurement]) -> list[str]:
     """Our time and the ratio to each peer at every point, and the geometric means."""
+    compared = {peer: row.comparisons(peer, measurements) for peer in row.peers}
     ours = {
-        (found.point, found.ids): spread(found.seconds[row.ours]).median
-        for found in reversed(measurements)  # of several groups the first
-        if found.group in row.peers.values()
+        (found.point, found.ids): spread(found.ours).median
+        for each in reversed(compared.values())  # of several groups the first
+        for found in each
     }
+    absent = [
+        f"(not measured: {peer}: {row.why_absent(peer, measurements)})"
+        for peer, each in compared.items()
+        if not each
+    ]
+    reading = "bertinput / peer" if row.cost else "peer / bertinput"
+    title = [f"{row.title}  ({reading})", *absent]
+    if not ours:
+        return title
     lines = [["(B, S, H)", "ids", "bertinput"]]
-    lines += [[str(point), ids, duration(ours[point, ids])] for point, ids in reversed(ours)]
+    lines += [[str(point), ids, duration(ours[point, ids])] for point, ids in ours]
     lines.append(["geometric mean", "", ""])
-    absent = []
-    for peer in row.peers:
-        ratios = [found.ratio for found in row.comparisons(peer, measurements)]
-        if not ratios:
-            absent.append(peer)
-            continue
-        mean = statistics.geometric_mean(value.median for value in ratios)
-        column = [peer, *map(times, ratios), f"{mean:.2f}x"]
-        for line, cell in zip(lines, column, strict=True):
-            line.append(cell)
-    note = [f"(not installed: {', '.join(absent)})"] if absent else []
-    return [row.title, *note, *in_columns(lines)]
+    for peer, each in compared.items():
+        if each:
+            at = {(found.point, found.ids): found.ratio for found in each}
+            mean = statistics.geometric_mean(value.median for value in at.values())
+            cells = [times(at[where], row.cost) if where in at else "-" for where in ours]
+            column = [peer, *cells, f"{mean:.2f}x"]
+            for line, cell in zip(lines, column, strict=True):
+                line.append(cell)
+    return [*title, *in_columns(lines)]
 
 
 def one_token_table(measurements: Sequence[Measurement]) -> list[str]:
     """What a call costs when there is next to nothing to compute."""
     lines = [["call", "ids", "bertinput", "NumPy", "bertinput / NumPy"]]
-    for row in ROWS:
-        for found in row.comparisons("NumPy", measurements) if "NumPy" in row.peers else ():
-            if found.point.tokens == 1:
-                share = ratio(found.ours, found.theirs)
+    for row in ONE_TOKEN:
+        for peer in row.peers:
+            for found in row.comparisons(peer, measurements):
+                share = found.ratio
                 lines.append(
                     [
-                        row.title,
+                        f"{row.title}, beside {peer}",
                         found.ids,
                         duration(spread(found.ours).median),
                         duration(spread(found.theirs).median),
@@ -81,6 +92,60 @@ def one_token_table(measurements: Sequence[Measurement]) -> list[str]:
                     ]
                 )
     return ["one token", *in_columns(lines)]
+
+
+def growth_table(measurements: Sequence[Measurement]) -> list[str]:
+    """Cost of a token from the smallest call to the largest."""
+    lines = [["tokens", "ids", "ns for each token", "of the cheapest"]]
+    for found in measurements:
+        if found.group == "growth":
+            costs = {
+                tokens: [seconds / tokens * 1e9 for seconds in found.seconds[name]]
+                for tokens in GROWTH
+                if (name := growth_name(tokens)) in found.seconds
+            }
+            cheapest = min(costs.values(), key=lambda each: spread(each).median)
+            for tokens, each in costs.items():
+                cost, share = spread(each), ratio(each, cheapest).median
+                shown = f"{cost.median:.1f} [{cost.low:.1f}-{cost.high:.1f}]"
+                lines.append([f"{tokens:,}", found.ids, shown, f"{share:.2f}x"])
+            lines += [[name, found.ids, reason, "-"] for name, reason in found.absent.items()]
+    return ["growth: float32 sum, width 384, one thread, out=", *in_columns(lines)]
+
+
+def anatomy_table(measurements: Sequence[Measurement]) -> list[str]:
+    """Where the time of one token goes."""
+    found = [each for each in measurements if each.group == "anatomy"]
+    title = "anatomy: one token, one thread (not measured)"
+    for each in found:
+        title = f"anatomy: one token of width {each.point.width}, one thread"
+        return [title, *anatomy_markdown(each.seconds)]
+    return [title]
+
+
+def figure_table(figures: Sequence[Figure]) -> list[str]:
+    """What was measured of whole processes."""
+    lines = []
+    for figure in figures:
+        value = "not measured" if figure.value is None else amount(figure.value, figure.unit)
+        if len(figure.samples) > 1:
+            low, high = spread(figure.samples)[1:]
+            value += f" [{low:.3g}-{high:.3g}]"
+        lines.append(f"  {figure.name}: {value}: {figure.note}")
+    return ["whole processes", *lines]
+
+
+def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """Each miss by name, what could not be held against its target, and how many were reached."""
+    missed = [verdict for verdict in verdicts if verdict.missed]
+    blank = [verdict for verdict in verdicts if not verdict.measured]
+    reached = len(verdicts) - len(missed) - len(blank)
+    return [
+        *(f"MISSED {verdict}" for verdict in missed),
+        *(f"NOT MEASURED {verdict}" for verdict in blank),
+        f"{reached} figures reach their target, {len(missed)} miss it, {len(blank)} were not "
+        "measured",
+    ]
 
 
 def page_fault_table(measurements: Sequence[Measurement]) -> list[str]:
@@ -98,8 +163,11 @@ def error_table(measurements: Sequence[Measurement]) -> list[str]:
     """The largest error at any point of each side that may err."""
     worst: dict[str, float] = {}
     for found in measurements:
+        if not found.group.startswith("layernorm"):
+            continue
+        far = ", rows of mean 10 and deviation 0.01" if found.group == "layernorm-far" else ""
         for name, error in found.errors.items():
-            worst[name] = max(error, worst.get(name, 0.0))
+            worst[name + far] = max(error, worst.get(name + far, 0.0))
     return [
         "largest error of LayerNorm at any point, against float64, of its row's largest element",
         *(f"  {name}: {error:.2e}" for name, error in worst.items() if error),
@@ -120,8 +188,12 @@ def facts_text(title: str, facts: Mapping[str, Any]) -> list[str]:
     return [title, *(f"  {name}: {value}" for name, value in facts.items())]
 
 
-def as_text(about: Mapping[str, Any], measurements: Sequence[Measurement]) -> str:
-    """Everything that the command prints."""
+def as_text(
+    about: Mapping[str, Any],
+    measurements: Sequence[Measurement],
+    figures: Sequence[Figure],
+) -> str:
+    """Everything that the command prints, but for the verdicts."""
     settings = about["settings"]
     blocks = [
         facts_text("machine", about["machine"]),
@@ -129,12 +201,15 @@ def as_text(about: Mapping[str, Any], measurements: Sequence[Measurement]) -> st
         facts_text("settings", settings),
         expressions_text(about["expressions"]),
         [
-            "ratios: a peer's time / bertinput's of the same round: median [quartiles] of "
-            f"{settings['rounds']} rounds; below 1 the peer is faster: LOSS",
+            "ratios: times of the same round, divided as each title says: median [quartiles] of "
+            f"{settings['rounds']} rounds; LOSS: the peer is faster",
             *(["--quick: a smoke test, these figures are void"] if settings["quick"] else []),
         ],
-        *(row_table(row, measurements) for row in ROWS),
+        *(row_table(row, measurements) for row in ROWS if not row.one_token),
         one_token_table(measurements),
+        growth_table(measurements),
+        anatomy_table(measurements),
+        figure_table(figures),
         page_fault_table(measurements),
         error_table(measurements),
     ]
@@ -142,13 +217,17 @@ def as_text(about: Mapping[str, Any], measurements: Sequence[Measurement]) -> st
 
 
 def as_json(
-    about: Mapping[str, Any], measurements: Sequence[Measurement], misses: Sequence[str]
+    about: Mapping[str, Any],
+    measurements: Sequence[Measurement],
+    figures: Sequence[Figure],
+    verdicts: Sequence[Verdict],
 ) -> dict[str, Any]:
     """The same figures, and every sample they come from."""
-    figures = [
+    ratios = [
         {
             "row": row.title,
             "peer": peer,
+            "reads": "bertinput / peer" if row.cost else "peer / bertinput",
             "point": found.point,
             "ids": found.ids,
             "ratio": found.ratio._asdict(),
@@ -159,5 +238,12 @@ def as_json(
         for peer in row.peers
         for found in row.comparisons(peer, measurements)
     ]
-    samples = [dataclasses.asdict(found) for found in measurements]
-    return {**about, "figures": figures, "missed": list(misses), "samples": samples}
+    return {
+        **about,
+        "ratios": ratios,
+        "figures": [dataclasses.asdict(figure) for figure in figures],
+        "targets": [
+            dataclasses.asdict(verdict) | {"missed": verdict.missed} for verdict in verdicts
+        ],
+        "samples": [dataclasses.asdict(found) for found in measurements],
+    }

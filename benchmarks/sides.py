@@ -1,24 +1,45 @@
 """Who is timed. A side is one statement: the text that the report prints is the text that runs.
 
-All sides read the same tables in the same memory, 64-byte aligned, and ids of int64 that were
-prepared in advance (ONNX Runtime's fused operator takes only int32, so it gets those). All run on
-one thread. Each is held to a plain NumPy computation before it is timed.
+All sides of a group read the same tables in the same memory, 64-byte aligned unless said, and ids
+of int64 that were prepared in advance (ONNX Runtime's fused operator takes only int32, so it gets
+those). All run on one thread unless said. Each is held to a plain NumPy computation before it is
+timed.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 import bertinput
-from benchmarks.workload import Ids, Norm, Point, Tables, draw_norm, draw_tables
+from benchmarks.floor import NoFloor, compiled_floor
+from benchmarks.machine import installed
+from benchmarks.workload import Ids, Norm, Point, Tables, aligned
 
-__all__ = ["GROUPS", "NOTES", "Side", "check", "installed"]
+__all__ = [
+    "NOTES",
+    "OURS_TOLERANCE",
+    "PEER_TOLERANCE",
+    "Absent",
+    "Array",
+    "Side",
+    "Sides",
+    "check",
+    "floor_sides",
+    "normalised",
+    "numpy_sides",
+    "onnx_side",
+    "our_names",
+    "out_array",
+    "token_position_segment",
+    "token_segment_position",
+    "torch_norm_side",
+    "torch_sum_side",
+]
 
 Array = NDArray[Any]
 
@@ -26,8 +47,8 @@ OURS_TOLERANCE = 2e-6  # what the package promises for LayerNorm
 PEER_TOLERANCE = 1e-5  # enough to tell a right LayerNorm from a wrong one
 
 NOTES = {
-    "bertinput": "num_threads=1. out is a plain numpy.empty array, kept; without out= the result "
-    "is new and dropped each time.",
+    "bertinput": "num_threads=1 unless the statement says otherwise. out is a plain numpy.empty "
+    "array, kept; without out= the result is new and dropped each time.",
     "NumPy": "new temporaries and a new result, dropped each time. Before anything else the "
     "process frees one block of 31 MiB, as a long-lived one has done sooner or later: glibc's "
     "malloc then keeps temporaries of up to 32 MiB instead of giving them back.",
@@ -45,6 +66,13 @@ NOTES = {
     "once by IOBinding. Graph of the sum: Add(Add(Gather(T, t), Gather(G, g)), Slice(P, 0, S)). "
     "With LayerNorm: com.microsoft.EmbedLayerNormalization(t, g, T, P, G, weight, bias), whose "
     "ids are int32.",
+    "floor": "benchmarks/floor.c, cc -O3, one memcpy for each token row into the very array that "
+    "the layer writes, which starts at 64 bytes like the tables, where memcpy is fastest. Both "
+    "repeat their work inside compiled code: the time of one call is that of 1 + N calls less that "
+    "of one, divided by N. The layer's part includes the check of all ids and leaves the arguments "
+    "aside; the floor checks nothing.",
+    "mapped tables": "a safetensors file in a temporary folder, read by from_pretrained: tables "
+    "start where the file's header ends, at a multiple of 8 bytes.",
 }
 
 
@@ -53,24 +81,29 @@ class Side:
     """A statement, the names in it, and what it must compute.
 
     A side that writes into a kept array calls that array `out`. `tolerance` is relative to the
-    largest element of each row; 0 asks for the same type and bits.
+    largest element of each row; 0 asks for the same type and bits. `expected` computes the result,
+    or of its `last` so many sequences; None: nothing is computed. A side that `repeats` its work
+    inside compiled code has the name `calls`, which says how often.
     """
 
     name: str
     statement: str
     names: dict[str, Any]
-    expected: Callable[[], Array]
+    expected: Callable[[], Array] | None
     tolerance: float = 0.0
+    repeats: bool = False
+    last: int = 0
 
 
-def installed(name: str) -> Any:
-    """The module, or None where it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        return None
+@dataclass(frozen=True)
+class Absent:
+    """A side that cannot be timed here, and why."""
+
+    name: str
+    reason: str
+
+
+Sides = list[Side | Absent]
 
 
 def check(side: Side) -> float:
@@ -82,7 +115,9 @@ def check(side: Side) -> float:
         out.fill(np.nan)
         exec(side.statement, side.names)
         actual = out
-    expected = side.expected()
+    if side.expected is None:
+        return 0.0
+    actual, expected = actual[-side.last :], side.expected()  # -0: all of it
     if actual.shape != expected.shape:
         raise ArithmeticError(f"{side.statement}: {actual.shape} instead of {expected.shape}")
     if side.tolerance == 0:
@@ -129,7 +164,7 @@ def normalised(total: Array, norm: Norm) -> Array:
 # ---- names that statements use ----
 
 
-def out_array(point: Point, dtype: type[np.floating[Any]]) -> Array:
+def out_array(point: Point, dtype: DTypeLike) -> Array:
     """A result array as callers make one."""
     return np.empty(point, dtype)
 
@@ -145,7 +180,7 @@ def our_names(tables: Tables, ids: Ids) -> dict[str, Any]:
     }
 
 
-def numpy_sides(point: Point, tables: Tables, ids: Ids, fresh: bool) -> list[Side]:
+def numpy_sides(point: Point, tables: Tables, ids: Ids, fresh: bool) -> Sides:
     """NumPy's expression, and unless the process is to stay fresh, that without allocation."""
     names = {
         "np": np,
@@ -189,26 +224,50 @@ def torch_names(torch: Any, tables: Tables, ids: Ids) -> dict[str, Any]:
     }
 
 
-def torch_sum_side(tables: Tables, ids: Ids) -> list[Side]:
-    """PyTorch's sum, if it is installed."""
+def torch_sum_side(tables: Tables, ids: Ids) -> Side | Absent:
+    """PyTorch's sum."""
     torch = installed("torch")
     if torch is None:
-        return []
-    return [
-        Side(
-            "PyTorch",
-            TORCH_SUM,
-            torch_names(torch, tables, ids),
-            lambda: token_segment_position(tables, ids),
-        )
-    ]
+        return Absent("PyTorch", "torch is not installed")
+    return Side(
+        "PyTorch",
+        TORCH_SUM,
+        torch_names(torch, tables, ids),
+        lambda: token_segment_position(tables, ids),
+    )
 
 
-def onnx_side(point: Point, tables: Tables, ids: Ids, norm: Norm | None = None) -> list[Side]:
-    """ONNX Runtime's sum, or its fused float32 operator with LayerNorm, if it is installed."""
+def torch_norm_side(tables: Tables, ids: Ids, norm: Norm, tolerance: float) -> Side | Absent:
+    """PyTorch's sum and LayerNorm."""
+    torch = installed("torch")
+    if torch is None:
+        return Absent("PyTorch", "torch is not installed")
+    return Side(
+        "PyTorch",
+        f"F.layer_norm({TORCH_SUM}, shape, weight, bias, eps)",
+        {
+            **torch_names(torch, tables, ids),
+            "shape": norm.weight.shape,
+            "weight": torch.from_numpy(norm.weight),
+            "bias": torch.from_numpy(norm.bias),
+            "eps": norm.eps,
+        },
+        lambda: normalised(token_segment_position(tables, ids), norm),
+        tolerance,
+    )
+
+
+def onnx_side(
+    point: Point,
+    tables: Tables,
+    ids: Ids,
+    norm: Norm | None = None,
+    tolerance: float = 0.0,
+) -> Side | Absent:
+    """ONNX Runtime's sum, or its fused float32 operator with LayerNorm."""
     onnx, runtime = installed("onnx"), installed("onnxruntime")
     if onnx is None or runtime is None:
-        return []
+        return Absent("ONNX Runtime", "onnx and onnxruntime are not both installed")
     make, kinds = onnx.helper, onnx.TensorProto
     dtype = tables[0].dtype
     kind = make.np_dtype_to_tensor_dtype(dtype)
@@ -279,127 +338,53 @@ def onnx_side(point: Point, tables: Tables, ids: Ids, norm: Norm | None = None) 
         # the fused operator adds in the other order
         return normalised(token_position_segment(tables, ids, np.float32), norm)
 
+    return Side(
+        "ONNX Runtime",
+        "session.run_with_iobinding(binding)",
+        {
+            "session": session,
+            "binding": binding,
+            "out": out,
+            "lent": (tensors, initializers, inputs),  # the memory must outlive the session
+        },
+        expected,
+        tolerance,
+    )
+
+
+def floor_sides(point: Point, tables: Tables, ids: Ids) -> Sides:
+    """The layer's compiled part beside the C floor, into one array."""
+    try:
+        copy_rows = compiled_floor()
+    except NoFloor as error:
+        return [Absent(name, str(error)) for name in ("layer", "floor")]
+    # With GCC's C library on AMD CPUs memcpy takes four times as long where its target lies 1 to 31
+    # bytes beyond its source modulo the page, as numpy.empty may place it: rows and result at 64
+    # bytes never meet that, and leave the floor at its best.
+    out = aligned(point, np.float32)
+    run = bertinput.BertEmbeddings(*tables)._stage.run
     return [
         Side(
-            "ONNX Runtime",
-            "session.run_with_iobinding(binding)",
-            {
-                "session": session,
-                "binding": binding,
-                "out": out,
-                "lent": (tensors, initializers, inputs),  # the memory must outlive the session
-            },
-            expected,
-            0.0 if norm is None else PEER_TOLERANCE,
-        )
-    ]
-
-
-# ---- groups: sides that take turns in one process ----
-
-
-def float32_sides(point: Point, ids: Ids, fresh: bool, quick: bool) -> list[Side]:
-    """The float32 sum, into a kept array."""
-    tables = draw_tables(point.width, np.float32, quick)
-    names = our_names(tables, ids)
-    sides = [
-        Side(
             "layer",
-            "layer.sum(token_ids, segment_ids, dtype=float32, out=out, num_threads=1)",
-            {
-                **names,
-                "layer": bertinput.BertEmbeddings(*tables),
-                "out": out_array(point, np.float32),
-            },
+            "run(token_ids, segment_ids, None, None, float32, out, 1, False, calls)",
+            {**our_names(tables, ids), "run": run, "out": out, "calls": 1},
             lambda: token_segment_position(tables, ids),
+            repeats=True,
         ),
         Side(
-            "function",
-            "bert_embeddings(token_ids, segment_ids, T, P, G, dtype=float32, out=out, "
-            "num_threads=1)",
-            {**names, "out": out_array(point, np.float32)},
-            lambda: token_position_segment(tables, ids, np.float32),
-        ),
-        *numpy_sides(point, tables, ids, fresh),
-    ]
-    return sides if fresh else sides + torch_sum_side(tables, ids) + onnx_side(point, tables, ids)
-
-
-def float64_sides(point: Point, ids: Ids, fresh: bool, quick: bool) -> list[Side]:
-    """The float64 sum by the seed's own call, of float64 and of float32 tables; new results."""
-    tables = draw_tables(point.width, np.float64, quick)
-    narrow = draw_tables(point.width, np.float32, quick)
-    statement = "bert_embeddings(token_ids, segment_ids, T, P, G, num_threads=1)"
-    sides = [
-        Side(
-            "function",
-            statement,
-            our_names(tables, ids),
-            lambda: token_position_segment(tables, ids, np.float64),
-        ),
-        Side(
-            "function, float32 tables",
-            statement,
-            our_names(narrow, ids),
-            lambda: token_position_segment(narrow, ids, np.float64),
-        ),
-        *numpy_sides(point, tables, ids, fresh),
-    ]
-    return sides if fresh else sides + torch_sum_side(tables, ids) + onnx_side(point, tables, ids)
-
-
-def layernorm_sides(point: Point, ids: Ids, fresh: bool, quick: bool) -> list[Side]:
-    """The float32 sum and its LayerNorm beside PyTorch and ONNX Runtime."""
-    tables, norm = draw_tables(point.width, np.float32, quick), draw_norm(point.width)
-
-    def expected() -> Array:
-        return normalised(token_segment_position(tables, ids), norm)
-
-    sides = [
-        Side(
-            "layer",
-            "layer(token_ids, segment_ids, dtype=float32, out=out, num_threads=1)",
+            "floor",
+            "copy_rows(T, t, tokens, row_bytes, out_address, calls)",
             {
-                **our_names(tables, ids),
-                "layer": bertinput.BertEmbeddings(*tables, layer_norm=norm),
-                "out": out_array(point, np.float32),
+                "copy_rows": copy_rows,
+                "T": tables.token.ctypes.data,
+                "t": ids.token.ctypes.data,
+                "tokens": ids.token.size,
+                "row_bytes": tables.token.strides[0],
+                "out_address": out.ctypes.data,
+                "out": out,
+                "calls": 1,
             },
-            expected,
-            OURS_TOLERANCE,
-        )
+            lambda: tables.token[ids.token],
+            repeats=True,
+        ),
     ]
-    torch = installed("torch")
-    if torch is not None:
-        sides.append(
-            Side(
-                "PyTorch",
-                f"F.layer_norm({TORCH_SUM}, shape, weight, bias, eps)",
-                {
-                    **torch_names(torch, tables, ids),
-                    "shape": (point.width,),
-                    "weight": torch.from_numpy(norm.weight),
-                    "bias": torch.from_numpy(norm.bias),
-                    "eps": norm.eps,
-                },
-                expected,
-                PEER_TOLERANCE,
-            )
-        )
-    return sides + onnx_side(point, tables, ids, norm)
-
-
-@dataclass(frozen=True)
-class Group:
-    """Sides that take turns, and whether that is in a process which has freed nothing large."""
-
-    sides: Callable[[Point, Ids, bool, bool], list[Side]]
-    fresh: bool = False
-
-
-GROUPS = {
-    "float32 sum": Group(float32_sides),
-    "float32 sum, fresh": Group(float32_sides, fresh=True),
-    "float64 sum": Group(float64_sides),
-    "float64 sum, fresh": Group(float64_sides, fresh=True),
-    "float32 sum + LayerNorm": Group(layernorm_sides),
-}

@@ -32,15 +32,42 @@ class Timing(NamedTuple):
     page_faults: dict[str, float]
 
 
-def calls_per_sample(timer: Timer, least_seconds: float) -> int:
-    """So many calls that even the fastest sample takes `least_seconds`."""
-    calls = 1
-    while True:
-        fastest = min(timer.repeat(3, calls))
-        if fastest >= least_seconds:
-            return calls
-        # a little more than needed, since the next sample may be faster
-        calls = max(calls + 1, min(calls * 10, int(1.2 * calls * least_seconds / fastest)))
+LEAST_REPEATS = 4  # a difference of two times needs more than one call between them
+
+
+class Sampler:
+    """Times one side: its statement again and again, or, if it repeats itself, from within."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        self.timer = Timer(side.statement, globals=side.names)
+
+    def total(self, calls: int) -> float:
+        """Seconds that so many calls take.
+
+        Of a side that repeats itself: those of 1 + `calls` calls less those of one, which leaves
+        the way into compiled code and out of it aside.
+        """
+        if not self.side.repeats:
+            return self.timer.timeit(calls)
+        one = self.within(1)
+        return self.within(1 + calls) - one
+
+    def within(self, calls: int) -> float:
+        """Seconds that the statement takes with so many calls inside."""
+        self.side.names["calls"] = calls
+        return self.timer.timeit(1)
+
+    def calls_per_sample(self, least_seconds: float) -> int:
+        """So many calls that even the fastest sample takes `least_seconds`."""
+        calls = LEAST_REPEATS if self.side.repeats else 1
+        while True:
+            fastest = min(self.total(calls) for _ in range(3))
+            if fastest >= least_seconds:
+                return calls
+            # a little more than needed, since the next sample may be faster
+            wanted = int(1.2 * calls * least_seconds / max(fastest, 1e-9))
+            calls = max(calls + 1, min(calls * 10, wanted))
 
 
 def page_faults() -> int:
@@ -57,18 +84,18 @@ def alternate(sides: Sequence[Side], rounds: int, least_seconds: float) -> Timin
     every sample is preceded by an untimed call, so that none pays for what the side before it
     left in the caches and in malloc.
     """
-    timers = {side.name: Timer(side.statement, globals=side.names) for side in sides}
-    calls = {name: calls_per_sample(timer, least_seconds) for name, timer in timers.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in timers}
-    faults = dict.fromkeys(timers, 0.0)
+    samplers = {side.name: Sampler(side) for side in sides}
+    calls = {name: sampler.calls_per_sample(least_seconds) for name, sampler in samplers.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in samplers}
+    faults = dict.fromkeys(samplers, 0.0)
     shuffle = random.Random(0).shuffle
     for _ in range(rounds):
-        order = list(timers)
+        order = list(samplers)
         shuffle(order)
         for name in order:
-            timers[name].timeit(1)
+            samplers[name].timer.timeit(1)
             before = page_faults()
-            seconds[name].append(timers[name].timeit(calls[name]) / calls[name])
+            seconds[name].append(samplers[name].total(calls[name]) / calls[name])
             faults[name] += (page_faults() - before) / calls[name] / rounds
     return Timing({name: tuple(values) for name, values in seconds.items()}, faults)
 

@@ -10,15 +10,22 @@ from numpy.typing import DTypeLike, NDArray
 
 __all__ = [
     "GRID",
+    "GROWTH",
     "IDS",
+    "LARGE_BATCHES",
+    "LONGEST",
     "QUICK_GRID",
+    "QUICK_GROWTH",
     "Ids",
     "Norm",
     "Point",
     "Tables",
+    "aligned",
+    "draw_far_tables",
     "draw_ids",
     "draw_norm",
     "draw_tables",
+    "growth_shape",
 ]
 
 Array = NDArray[Any]
@@ -36,6 +43,11 @@ class Point(NamedTuple):
         """Tokens of one call."""
         return self.batch * self.length
 
+    @property
+    def bytes(self) -> int:
+        """Size of a float32 result."""
+        return 4 * self.tokens * self.width
+
     def __str__(self) -> str:
         return f"({self.batch}, {self.length}, {self.width})"
 
@@ -50,10 +62,15 @@ GRID = (
     Point(32, 128, 768),
     Point(32, 512, 1024),
 )
+LARGE_BATCHES = (Point(64, 128, 768), Point(16, 512, 768))  # besides, where threads have to pay
 QUICK_GRID = (Point(1, 1, 48), Point(2, 40, 33))
 
+LONGEST = 512
+GROWTH = tuple(4**k for k in range(11))  # tokens of a call, up to 1,048,576
+QUICK_GROWTH = (1, 16, 1024)
+
 ROWS, QUICK_ROWS = 30522, 1000
-POSITIONS = 512
+POSITIONS = LONGEST
 SEGMENTS = 2
 IDS = ("uniform", "zipf")
 
@@ -102,6 +119,19 @@ def draw_tables(width: int, dtype: type[np.float32] | type[np.float64], quick: b
     return tables
 
 
+@cache
+def draw_far_tables(width: int, quick: bool) -> Tables:
+    """Float32 tables whose sums have mean 10 and deviation 0.01, where LayerNorm is hardest."""
+    drawn = draw_tables(width, np.float32, quick)
+    tables = Tables(*(aligned(table.shape, np.float32) for table in drawn))
+    for table, source, mean, factor in zip(
+        tables, drawn, (10, 0, 0), (0.5, 0.01, 0.01), strict=True
+    ):
+        np.multiply(source, np.float32(factor), out=table)
+        table += np.float32(mean)
+    return tables
+
+
 def draw_norm(width: int) -> Norm:
     """A LayerNorm with every weight and bias its own."""
     rng = np.random.default_rng(width)
@@ -109,6 +139,12 @@ def draw_norm(width: int) -> Norm:
     weight[:] = rng.normal(1, 0.1, width)
     bias[:] = rng.normal(0, 0.1, width)
     return Norm(weight, bias)
+
+
+def growth_shape(tokens: int) -> tuple[int, int]:
+    """Batch and length of a call with so many tokens."""
+    length = min(tokens, LONGEST)
+    return tokens // length, length
 
 
 def draw_ids(point: Point, kind: str, quick: bool) -> Ids:

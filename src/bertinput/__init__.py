@@ -1,5 +1,6 @@
 """BERT's input-embedding stage: token, position and segment rows, their sum, LayerNorm."""
 
+from bertinput import pool
 from bertinput._build import build_info
 from bertinput.functional import bert_embeddings
 from bertinput.layers import BertEmbeddings, BERTStyleEmbedding
@@ -12,6 +13,7 @@ __all__ = [
     "__version__",
     "bert_embeddings",
     "build_info",
+    "pool",
 ]
 
 __version__ = "0.1.0"

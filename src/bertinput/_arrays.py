@@ -91,7 +91,7 @@ def _as_array(name: str, value: Any) -> NDArray[Any]:
     torch = _torch_of(value)
     if torch is not None:
         return _from_torch(name, value, torch)
-    if isinstance(value, np.ma.MaskedArray):
+    if _is_masked(value):
         raise TypeError(f"{name} is a masked array, whose mask would be lost; pass its filled()")
     try:
         if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
@@ -109,6 +109,12 @@ def _as_array(name: str, value: Any) -> NDArray[Any]:
         raise IndexError(f"{name} holds an integer that is too large: {error}") from error
     except (BufferError, RuntimeError, TypeError) as error:
         raise TypeError(f"{name} cannot be read as an array: {error}") from error
+
+
+def _is_masked(value: Any) -> bool:
+    """Whether `value` is a masked array; NumPy loads its module for them when first used."""
+    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
+    return masked is not None and isinstance(value, masked)
 
 
 def _torch_of(value: Any) -> Any:

@@ -181,6 +181,29 @@ BI_INLINE float bi_fma(float a, float b, float c) {
 #define BI_LOAD_U8(row, i) \
     ((float)((int32_t)((const uint8_t *)(row).at)[i] - (row).zero) * (row).scale)
 
+/* in a block of BI_LANES elements from the i-th on, the k-th of them: what instructions decode many
+ * at a time goes through an array */
+#define BI_AT_F64(row, k) BI_LOAD_F64(row, i + k)
+#define BI_AT_F32(row, k) BI_LOAD_F32(row, i + k)
+#define BI_AT_F16(row, k) row##_decoded[k]
+#define BI_AT_BF16(row, k) row##_decoded[k]
+#define BI_AT_I8(row, k) row##_decoded[k]
+#define BI_AT_U8(row, k) row##_decoded[k]
+#define BI_BEFORE_F64(T, TERMS)
+#define BI_BEFORE_F32(T, TERMS)
+#define BI_BEFORE_F16 BI_DECODE_ROWS
+#define BI_BEFORE_BF16 BI_DECODE_ROWS
+#define BI_BEFORE_I8 BI_DECODE_ROWS
+#define BI_BEFORE_U8 BI_DECODE_ROWS
+#define BI_DECODE_ROWS(T, TERMS)                                                                   \
+    BI_LINE float a_decoded[BI_LANES], b_decoded[BI_LANES], c_decoded[BI_LANES];                   \
+    BI_ISA_NAME(decode_##T)(a_decoded, a, i);                                                      \
+    if (TERMS > 1)                                                                                 \
+        BI_ISA_NAME(decode_##T)(b_decoded, b, i);                                                  \
+    if (TERMS > 2)                                                                                 \
+        BI_ISA_NAME(decode_##T)(c_decoded, c, i);
+enum { BI_BYTES_F16 = 2, BI_BYTES_BF16 = 2, BI_BYTES_I8 = 1, BI_BYTES_U8 = 1 };
+
 /* ---- the bodies, once for each instruction set ---- */
 
 #define BI_JOIN_(a, b) a##_##b
@@ -227,20 +250,72 @@ static void bi_stream_end(void) {}
 #define BI_X86_TARGETS 1
 #define BI_FMA fmaf
 #define BI_ISA avx2
-#define BI_TARGET __attribute__((target("avx2,fma")))
+#define BI_TARGET __attribute__((target("avx2,fma,f16c")))
+#define BI_WIDEN_F16(to, at, zero, scale)                                                          \
+    _mm256_store_ps(to, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(at))))
+#define BI_WIDEN_BF16(to, at, zero, scale)                                                         \
+    _mm256_store_ps(to, _mm256_castsi256_ps(_mm256_slli_epi32(                                     \
+                            _mm256_cvtepu16_epi32(                                                 \
+                                _mm_loadu_si128((const __m128i *)(const void *)(at))),             \
+                            16)))
+#define BI_WIDEN_8(to, at, zero, scale, extend)                                                    \
+    _mm256_store_ps(                                                                               \
+        to, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(                                     \
+                              extend(_mm_loadl_epi64((const __m128i *)(const void *)(at))),        \
+                              _mm256_set1_epi32(zero))),                                           \
+                          _mm256_set1_ps(scale)))
+#define BI_WIDEN_I8(to, at, zero, scale) BI_WIDEN_8(to, at, zero, scale, _mm256_cvtepi8_epi32)
+#define BI_WIDEN_U8(to, at, zero, scale) BI_WIDEN_8(to, at, zero, scale, _mm256_cvtepu8_epi32)
+#define BI_NARROW_F16(to, from)                                                                    \
+    _mm_storeu_si128((__m128i *)(void *)(to),                                                      \
+                     _mm256_cvtps_ph(_mm256_loadu_ps((const float *)(from)), 0))
+#define BI_WIDEN_STEP 8
 #define BI_STREAM_LINE(to, from) (BI_STREAM_32(to, from, 0), BI_STREAM_32(to, from, 1))
 #include "_rows_body.h"
 #undef BI_ISA
 #undef BI_TARGET
 #undef BI_STREAM_LINE
+#undef BI_WIDEN_F16
+#undef BI_WIDEN_BF16
+#undef BI_WIDEN_8
+#undef BI_WIDEN_I8
+#undef BI_WIDEN_U8
+#undef BI_WIDEN_STEP
+#undef BI_NARROW_F16
 #define BI_ISA avx512
 #define BI_TARGET __attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl")))
+#define BI_WIDEN_F16(to, at, zero, scale)                                                          \
+    _mm512_store_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(at))))
+#define BI_WIDEN_BF16(to, at, zero, scale)                                                         \
+    _mm512_store_ps(to, _mm512_castsi512_ps(_mm512_slli_epi32(                                     \
+                            _mm512_cvtepu16_epi32(                                                 \
+                                _mm256_loadu_si256((const __m256i *)(const void *)(at))),          \
+                            16)))
+#define BI_WIDEN_8(to, at, zero, scale, extend)                                                    \
+    _mm512_store_ps(                                                                               \
+        to, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(                                     \
+                              extend(_mm_loadu_si128((const __m128i *)(const void *)(at))),        \
+                              _mm512_set1_epi32(zero))),                                           \
+                          _mm512_set1_ps(scale)))
+#define BI_WIDEN_I8(to, at, zero, scale) BI_WIDEN_8(to, at, zero, scale, _mm512_cvtepi8_epi32)
+#define BI_WIDEN_U8(to, at, zero, scale) BI_WIDEN_8(to, at, zero, scale, _mm512_cvtepu8_epi32)
+#define BI_NARROW_F16(to, from)                                                                    \
+    _mm256_storeu_si256((__m256i *)(void *)(to),                                                   \
+                        _mm512_cvtps_ph(_mm512_loadu_ps((const float *)(from)), 0))
+#define BI_WIDEN_STEP 16
 #define BI_STREAM_LINE(to, from)                                                                   \
     _mm512_stream_si512((void *)(to), _mm512_load_si512((const void *)(from)))
 #include "_rows_body.h"
 #undef BI_ISA
 #undef BI_TARGET
 #undef BI_STREAM_LINE
+#undef BI_WIDEN_F16
+#undef BI_WIDEN_BF16
+#undef BI_WIDEN_8
+#undef BI_WIDEN_I8
+#undef BI_WIDEN_U8
+#undef BI_WIDEN_STEP
+#undef BI_NARROW_F16
 #endif
 
 /* Bring the start of a row that comes soon into the cache: table rows lie scattered, so that no
@@ -268,6 +343,14 @@ static int bi_isa_built(int isa) {
 #endif
 }
 
+#ifdef BI_X86_TARGETS
+#include <cpuid.h>
+static int bi_has_f16c(void) { /* not every compiler's __builtin_cpu_supports knows it */
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 static int bi_isa_runs_here(int isa) {
 #ifdef BI_X86_TARGETS
     __builtin_cpu_init();
@@ -276,7 +359,7 @@ static int bi_isa_runs_here(int isa) {
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("fma");
     if (isa == BI_ISA_AVX2)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && bi_has_f16c();
 #endif
     return isa == BI_ISA_BASELINE;
 }

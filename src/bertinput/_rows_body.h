@@ -25,6 +25,25 @@
 BI_TREE(F32, bi_f32)
 BI_TREE(F64, bi_f64)
 
+/* BI_LANES elements of a row from the i-th on, by instructions that decode many at a time. */
+#ifdef BI_WIDEN_STEP
+#define BI_DECODE(T)                                                                               \
+    BI_INLINE BI_TARGET void BI_ISA_NAME(decode_##T)(float *to, const bi_row row, int64_t i) {     \
+        for (int k = 0; k < BI_LANES; k += BI_WIDEN_STEP)                                          \
+            BI_WIDEN_##T(to + k, row.at + (i + k) * BI_BYTES_##T, row.zero, row.scale);            \
+    }
+#else
+#define BI_DECODE(T)                                                                               \
+    BI_INLINE BI_TARGET void BI_ISA_NAME(decode_##T)(float *to, const bi_row row, int64_t i) {     \
+        for (int k = 0; k < BI_LANES; k++)                                                         \
+            to[k] = BI_LOAD_##T(row, i + k);                                                       \
+    }
+#endif
+BI_DECODE(F16)
+BI_DECODE(BF16)
+BI_DECODE(I8)
+BI_DECODE(U8)
+
 /* One kernel over rows of one table type T: ELEMENT is the i-th element of its result. Elements go
  * through a local array, which no pointer can alias, so that loops over it vectorise. */
 #define BI_FOLD(C, ctype, T, name, TERMS, ELEMENT)                                                 \
@@ -36,16 +55,17 @@ BI_TREE(F64, bi_f64)
         (void)b, (void)c;                                                                          \
         if (stream)                                                                                \
             for (; i < width && (uintptr_t)(sum + i) % 64; i++)                                    \
-                sum[i] = ELEMENT(ctype, T, i);                                                     \
+                sum[i] = ELEMENT(ctype, sum, BI_LOAD_##T, i);                                          \
         while (i < width) {                                                                        \
             const int64_t end = width - i < BI_BLOCK ? width : i + BI_BLOCK;                       \
             ctype sums[BI_LANES] = {0}, squares[BI_LANES] = {0};                                   \
             for (; i + BI_LANES <= end; i += BI_LANES) {                                           \
                 BI_LINE ctype lines[BI_LANES];                                                     \
                 ctype##u *x = stream ? (ctype##u *)lines : sum + i;                                \
+                BI_BEFORE_##T(T, TERMS)                                                            \
                 BI_NO_ALIAS                                                                        \
                 for (int k = 0; k < BI_LANES; k++)                                                 \
-                    x[k] = ELEMENT(ctype, T, i + k);                                               \
+                    x[k] = ELEMENT(ctype, (sum + i), BI_AT_##T, k);                                \
                 if (stream)                                                                        \
                     for (size_t k = 0; k < BI_LANES; k += 64 / sizeof(ctype))                      \
                         BI_STREAM_LINE(sum + i + k, lines + k);                                    \
@@ -56,14 +76,14 @@ BI_TREE(F64, bi_f64)
                     }                                                                              \
             }                                                                                      \
             for (int k = 0; i < end; i++, k++) {                                                   \
-                const ctype x = ELEMENT(ctype, T, i);                                              \
+                const ctype x = ELEMENT(ctype, sum, BI_LOAD_##T, i);                               \
                 sum[i] = x;                                                                        \
                 sums[k] += x;                                                                      \
                 squares[k] += x * x;                                                               \
             }                                                                                      \
             if (wants_moments) {                                                                   \
-                moments->first += BI_ISA_NAME(tree_##C)(sums);                                               \
-                moments->second += BI_ISA_NAME(tree_##C)(squares);                                           \
+                moments->first += BI_ISA_NAME(tree_##C)(sums);                                     \
+                moments->second += BI_ISA_NAME(tree_##C)(squares);                                 \
             }                                                                                      \
         }                                                                                          \
     }                                                                                              \
@@ -79,11 +99,10 @@ BI_TREE(F64, bi_f64)
         else                                                                                       \
             BI_ISA_NAME(name##_##C##_##T##_as)((ctype##u *)acc, rows, width, NULL, 0, 0);          \
     }
-#define BI_SUM1(ctype, T, i) (ctype) BI_LOAD_##T(a, i)
-#define BI_SUM2(ctype, T, i) (ctype) BI_LOAD_##T(a, i) + (ctype)BI_LOAD_##T(b, i)
-#define BI_SUM3(ctype, T, i)                                                                       \
-    (ctype) BI_LOAD_##T(a, i) + (ctype)BI_LOAD_##T(b, i) + (ctype)BI_LOAD_##T(c, i)
-#define BI_ADD(ctype, T, i) sum[i] + (ctype)BI_LOAD_##T(a, i)
+#define BI_SUM1(ctype, to, LOAD, i) (ctype) LOAD(a, i)
+#define BI_SUM2(ctype, to, LOAD, i) (ctype) LOAD(a, i) + (ctype)LOAD(b, i)
+#define BI_SUM3(ctype, to, LOAD, i) (ctype) LOAD(a, i) + (ctype)LOAD(b, i) + (ctype)LOAD(c, i)
+#define BI_ADD(ctype, to, LOAD, i) to[i] + (ctype)LOAD(a, i)
 
 /* Sums of T table rows, computed in C. Adding a table type adds a BI_LOAD_T and a line below. */
 #define BI_FOLDS(C, ctype, T)                                                                      \
@@ -113,7 +132,20 @@ BI_FOLDS(F64, bi_f64, U8)
             result[i] = convert(sum[i]);                                                           \
     }
 
+#ifdef BI_NARROW_F16
+static BI_TARGET void BI_ISA_NAME(round_F32_F16)(const void *acc, void *BI_RESTRICT out,
+                                                 int64_t width) {
+    const bi_f32u *sum = (const bi_f32u *)acc;
+    bi_u16u *BI_RESTRICT result = (bi_u16u *)out;
+    int64_t i = 0;
+    for (; i + BI_WIDEN_STEP <= width; i += BI_WIDEN_STEP)
+        BI_NARROW_F16(result + i, sum + i);
+    for (; i < width; i++)
+        result[i] = bi_to_f16(sum[i]);
+}
+#else
 BI_ROUND(F32, bi_f32, F16, bi_u16u, bi_to_f16)
+#endif
 BI_ROUND(F32, bi_f32, BF16, bi_u16u, bi_to_bf16)
 BI_ROUND(F64, bi_f64, F32, bi_f32u, (float))
 #define BI_F64_TO_F16(value) bi_to_f16(bi_to_odd(value))
@@ -147,8 +179,8 @@ BI_ROUND(F64, bi_f64, BF16, bi_u16u, BI_F64_TO_BF16)
                 sums[k] += d;                                                                      \
                 squares[k] += d * d;                                                               \
             }                                                                                      \
-            moments.first += BI_ISA_NAME(tree_##C)(sums);                                                    \
-            moments.second += BI_ISA_NAME(tree_##C)(squares);                                                \
+            moments.first += BI_ISA_NAME(tree_##C)(sums);                                          \
+            moments.second += BI_ISA_NAME(tree_##C)(squares);                                      \
         }                                                                                          \
         return moments;                                                                            \
     }
@@ -318,6 +350,7 @@ static const bi_kernels BI_ISA_NAME(kernels_F64) = {
 
 #undef BI_HALVE
 #undef BI_TREE
+#undef BI_DECODE
 #undef BI_FOLD
 #undef BI_FOLDS
 #undef BI_SUM1

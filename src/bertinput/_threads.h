@@ -2,6 +2,8 @@
 #ifndef BERTINPUT_THREADS_H
 #define BERTINPUT_THREADS_H
 
+#include "_pool.h"
+
 #ifdef _OPENMP
 #include <omp.h>
 #define BI_OPENMP _OPENMP
@@ -58,7 +60,10 @@ static int bi_team_can_start(int threads) {
     started = threads;
     return 1;
 }
-static void bi_mark_child(void) { bi_forked = 1; }
+static void bi_mark_child(void) {
+    bi_forked = 1;
+    bi_pool_after_fork();
+}
 static int bi_watch_forks(void) { return pthread_atfork(NULL, NULL, bi_mark_child); }
 #endif
 
