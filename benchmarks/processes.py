@@ -47,10 +47,21 @@ def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return processes.submit(function, *arguments).result()
 
 
-def run_python(code: str, *arguments: str) -> str:
-    """What a fresh interpreter prints."""
+def run_python(code: str, *arguments: str, runs: int) -> list[str]:
+    """What fresh interpreters print, one run after another.
+
+    A run that is not counted compiles the modules to bytecode first, as an installer does,
+    whatever this environment says about that.
+    """
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        done = [
+            subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+            for _ in range(1 + runs)
+        ]
+    return [each.stdout for each in done[1:]]
 
 
 # ---- CPU burnt between calls ----
@@ -135,8 +146,8 @@ def import_time(rounds: int, quick: bool) -> list[Figure]:
     Both times are read in one interpreter: the difference between two interpreters, one with and
     one without the package, says the same, but drowns in what NumPy's own import varies.
     """
-    run_python(IMPORT)  # compiles what is not compiled yet
-    runs = [[1e3 * float(each) for each in run_python(IMPORT).split()] for _ in range(rounds)]
+    printed = run_python(IMPORT, runs=rounds)
+    runs = [[1e3 * float(each) for each in run.split()] for run in printed]
     numpy_ms, ours = zip(*runs, strict=True)
     note = f"import bertinput after import numpy, which takes {statistics.median(numpy_ms):.0f} ms"
     return [Figure("import, beyond NumPy's", statistics.median(ours), "ms", note, ours)]
@@ -224,7 +235,7 @@ def loading(rounds: int, quick: bool) -> list[Figure]:
             tables = draw_tables(MODEL_WIDTH, np.float32, quick)
             write_checkpoint(folder, tables, draw_norm(MODEL_WIDTH))
             source = f"{MODEL_PACKAGE} is not installed: a file of tables of the same shapes"
-        runs = [json.loads(run_python(LOAD, str(folder))) for _ in range(rounds)]
+        runs = [json.loads(run) for run in run_python(LOAD, str(folder), runs=rounds)]
     first = tuple(1e3 * run["seconds"][0] for run in runs)
     later = statistics.median(1e3 * seconds for run in runs for seconds in run["seconds"][1:])
     figures = [

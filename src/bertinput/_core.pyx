@@ -165,9 +165,10 @@ cdef enum:
 cdef enum:
     STREAM_BYTES = 16777216
 
-# Results of so many bytes take their memory from the pool. Measured on Zen 3 with glibc, a new result
-# against out=, with / without the pool: 64 MiB 1.00 / 2.07, 12 MiB 0.93 / 1.02, 3 MiB 0.98 / 0.96,
-# 384 KiB 1.11 / 1.01: the heap serves small ones as well, without a change of NumPy's allocator.
+# Results of so many bytes take their memory from the pool. Measured on Zen 3 with glibc, a new
+# result against out=, with / without the pool: 64 MiB 1.00 / 2.07, 12 MiB 0.93 / 1.02, 3 MiB
+# 0.98 / 0.96, 384 KiB 1.11 / 1.01: small ones are served as well by the heap, without a change of
+# NumPy's allocator.
 cdef enum:
     POOL_LEAST = 1048576
 
@@ -345,7 +346,7 @@ cdef void compute_rows(const Job *job, int64_t (*ids)[CHUNK], int64_t count, cha
     """Sum, normalise and round the rows of a chunk of tokens."""
     cdef bi_moments moments[BI_NORM_ROWS]
     cdef const Term *first = &job.term[0]
-    cdef int64_t i, k, rows, step
+    cdef int64_t i, k, rows
     cdef char *normed = out
     cdef int64_t normed_bytes = job.out_bytes
     if job.round != NULL:
@@ -657,8 +658,7 @@ cdef class Stage:
             result_type, result_dtype = BI_F64, FLOAT64_DTYPE
         else:
             result_type, result_dtype = explain().result_type(dtype)
-        if out is None or (type(out) is np_ndarray
-                           and <void *> cnp.PyArray_DESCR(<cnp.ndarray> out) == <void *> result_dtype):
+        if out is None or (type(out) is np_ndarray and (<cnp.ndarray> out).dtype is result_dtype):
             result = out
         else:
             result = explain().as_out(out, result_dtype)
@@ -739,7 +739,8 @@ cdef class Stage:
         job.round = kernels.round[result_type]
         job.width = self.width
         job.row_bytes = (self.width * (8 if wide else 4) + 63) // 64 * 64
-        job.ahead_bytes = smaller(self.width * cnp.PyArray_ITEMSIZE(self.token.values), AHEAD_BYTES)
+        job.ahead_bytes = smaller(
+            self.width * cnp.PyArray_ITEMSIZE(self.token.values), AHEAD_BYTES)
         job.out_bytes = self.width * cnp.PyArray_ITEMSIZE(result)
         job.out = <char *> cnp.PyArray_DATA(result)
         job.stream = (BI_STREAMS and job.round == NULL

@@ -253,10 +253,12 @@ class BertEmbeddings:
         out: NDArray[Any] | None = None,
     ) -> NDArray[Any]:
         """Gather the token rows alone: what Hugging Face models take as ``inputs_embeds``."""
-        others = (None, None, None)
+        segments = positions = mask = None  # what a batch brings is checked for type and shape
         if type(token_ids) is not _ndarray:
-            token_ids, *others = _arrays.unpack_batch(token_ids, *others)
-        return self._token_stage.run(token_ids, *others, dtype, out, None, False)
+            token_ids, segments, positions, mask = _arrays.unpack_batch(
+                token_ids, segments, positions, mask
+            )
+        return self._token_stage.run(token_ids, segments, positions, mask, dtype, out, None, False)
 
     # ---- what it holds ----
 
