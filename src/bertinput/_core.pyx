@@ -163,7 +163,7 @@ cdef enum:
 # that reads it, against ordinary stores: 3 MiB 1.22, 6 MiB 1.16, 12 MiB 0.93, 18 MiB 0.91, 48 MiB
 # 0.85 times. On Zen 5 results of 64 MiB and more took 0.96 to 1.07 times as long.
 cdef enum:
-    STREAM_BYTES = 16777216
+    STREAM_BYTES = 12582912
 
 # Results of so many bytes take their memory from the pool. Measured on Zen 3 with glibc, a new
 # result against out=, with / without the pool: 64 MiB 1.00 / 2.07, 12 MiB 0.93 / 1.02, 3 MiB

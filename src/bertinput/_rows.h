@@ -176,33 +176,47 @@ BI_INLINE float bi_fma(float a, float b, float c) {
 #define BI_LOAD_F32(row, i) (((const bi_f32u *)(row).at)[i])
 #define BI_LOAD_F16(row, i) bi_from_f16(((const bi_u16u *)(row).at)[i])
 #define BI_LOAD_BF16(row, i) bi_from_bf16(((const bi_u16u *)(row).at)[i])
-#define BI_LOAD_I8(row, i) \
+#define BI_LOAD_I8(row, i)                                                                         \
     ((float)((int32_t)((const int8_t *)(row).at)[i] - (row).zero) * (row).scale)
-#define BI_LOAD_U8(row, i) \
+#define BI_LOAD_U8(row, i)                                                                         \
     ((float)((int32_t)((const uint8_t *)(row).at)[i] - (row).zero) * (row).scale)
 
-/* in a block of BI_LANES elements from the i-th on, the k-th of them: what instructions decode many
- * at a time goes through an array */
-#define BI_AT_F64(row, k) BI_LOAD_F64(row, i + k)
-#define BI_AT_F32(row, k) BI_LOAD_F32(row, i + k)
-#define BI_AT_F16(row, k) row##_decoded[k]
-#define BI_AT_BF16(row, k) row##_decoded[k]
-#define BI_AT_I8(row, k) row##_decoded[k]
-#define BI_AT_U8(row, k) row##_decoded[k]
-#define BI_BEFORE_F64(T, TERMS)
-#define BI_BEFORE_F32(T, TERMS)
-#define BI_BEFORE_F16 BI_DECODE_ROWS
-#define BI_BEFORE_BF16 BI_DECODE_ROWS
-#define BI_BEFORE_I8 BI_DECODE_ROWS
-#define BI_BEFORE_U8 BI_DECODE_ROWS
-#define BI_DECODE_ROWS(T, TERMS)                                                                   \
-    BI_LINE float a_decoded[BI_LANES], b_decoded[BI_LANES], c_decoded[BI_LANES];                   \
+/* In a block of BI_LANES elements from the i-th on, the k-th of them, where C is the type of the
+ * computation and T the table's. What instructions decode many at a time goes through an array. */
+#define BI_PLAIN(C, T, TERMS)
+#define BI_BEFORE_F64_F64 BI_PLAIN
+#define BI_AT_F64_F64(row, k) BI_LOAD_F64(row, i + k)
+#define BI_BEFORE_F32_F32 BI_PLAIN
+#define BI_AT_F32_F32(row, k) BI_LOAD_F32(row, i + k)
+#define BI_BEFORE_F64_F32 BI_DECODE_TO_F64
+#define BI_BEFORE_F32_F16 BI_DECODE_TO_F32
+#define BI_BEFORE_F64_F16 BI_DECODE_TO_F32
+#define BI_BEFORE_F32_BF16 BI_DECODE_TO_F32
+#define BI_BEFORE_F64_BF16 BI_DECODE_TO_F32
+#define BI_BEFORE_F32_I8 BI_DECODE_TO_F32
+#define BI_BEFORE_F64_I8 BI_DECODE_TO_F32
+#define BI_BEFORE_F32_U8 BI_DECODE_TO_F32
+#define BI_BEFORE_F64_U8 BI_DECODE_TO_F32
+#define BI_DECODED(row, k) row##_decoded[k]
+#define BI_AT_F64_F32 BI_DECODED
+#define BI_AT_F32_F16 BI_DECODED
+#define BI_AT_F64_F16 BI_DECODED
+#define BI_AT_F32_BF16 BI_DECODED
+#define BI_AT_F64_BF16 BI_DECODED
+#define BI_AT_F32_I8 BI_DECODED
+#define BI_AT_F64_I8 BI_DECODED
+#define BI_AT_F32_U8 BI_DECODED
+#define BI_AT_F64_U8 BI_DECODED
+#define BI_DECODE_TO_F32(C, T, TERMS) BI_DECODE_ROWS(bi_f32, T, TERMS)
+#define BI_DECODE_TO_F64(C, T, TERMS) BI_DECODE_ROWS(bi_f64, T, TERMS)
+#define BI_DECODE_ROWS(ctype, T, TERMS)                                                            \
+    BI_LINE ctype a_decoded[BI_LANES], b_decoded[BI_LANES], c_decoded[BI_LANES];                   \
     BI_ISA_NAME(decode_##T)(a_decoded, a, i);                                                      \
     if (TERMS > 1)                                                                                 \
         BI_ISA_NAME(decode_##T)(b_decoded, b, i);                                                  \
     if (TERMS > 2)                                                                                 \
         BI_ISA_NAME(decode_##T)(c_decoded, c, i);
-enum { BI_BYTES_F16 = 2, BI_BYTES_BF16 = 2, BI_BYTES_I8 = 1, BI_BYTES_U8 = 1 };
+enum { BI_BYTES_F32 = 4, BI_BYTES_F16 = 2, BI_BYTES_BF16 = 2, BI_BYTES_I8 = 1, BI_BYTES_U8 = 1 };
 
 /* ---- the bodies, once for each instruction set ---- */
 
@@ -251,6 +265,10 @@ static void bi_stream_end(void) {}
 #define BI_FMA fmaf
 #define BI_ISA avx2
 #define BI_TARGET __attribute__((target("avx2,fma,f16c")))
+#define BI_WIDEN_F32(to, at, zero, scale)                                                          \
+    (_mm256_store_pd(to, _mm256_cvtps_pd(_mm_loadu_ps((const float *)(const void *)(at)))),        \
+     _mm256_store_pd((to) + 4,                                                                     \
+                     _mm256_cvtps_pd(_mm_loadu_ps((const float *)(const void *)(at) + 4))))
 #define BI_WIDEN_F16(to, at, zero, scale)                                                          \
     _mm256_store_ps(to, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(at))))
 #define BI_WIDEN_BF16(to, at, zero, scale)                                                         \
@@ -275,6 +293,7 @@ static void bi_stream_end(void) {}
 #undef BI_ISA
 #undef BI_TARGET
 #undef BI_STREAM_LINE
+#undef BI_WIDEN_F32
 #undef BI_WIDEN_F16
 #undef BI_WIDEN_BF16
 #undef BI_WIDEN_8
@@ -284,6 +303,10 @@ static void bi_stream_end(void) {}
 #undef BI_NARROW_F16
 #define BI_ISA avx512
 #define BI_TARGET __attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl")))
+#define BI_WIDEN_F32(to, at, zero, scale)                                                          \
+    (_mm512_store_pd(to, _mm512_cvtps_pd(_mm256_loadu_ps((const float *)(const void *)(at)))),     \
+     _mm512_store_pd((to) + 8,                                                                     \
+                     _mm512_cvtps_pd(_mm256_loadu_ps((const float *)(const void *)(at) + 8))))
 #define BI_WIDEN_F16(to, at, zero, scale)                                                          \
     _mm512_store_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(at))))
 #define BI_WIDEN_BF16(to, at, zero, scale)                                                         \
@@ -309,6 +332,7 @@ static void bi_stream_end(void) {}
 #undef BI_ISA
 #undef BI_TARGET
 #undef BI_STREAM_LINE
+#undef BI_WIDEN_F32
 #undef BI_WIDEN_F16
 #undef BI_WIDEN_BF16
 #undef BI_WIDEN_8

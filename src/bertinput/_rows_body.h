@@ -9,40 +9,48 @@
 #define BI_PASSES 3
 #endif
 
+/* In a function of its own, or GCC mixes the two trees into one that shuffles more than it adds. */
 #define BI_HALVE(half)                                                                             \
     for (int k = 0; k < half; k++)                                                                 \
-        sum[k] += sum[k + half];
+        first[k] += first[k + half];                                                               \
+    for (int k = 0; k < half; k++)                                                                 \
+        second[k] += second[k + half];
 #define BI_TREE(C, ctype)                                                                          \
-    static BI_APART BI_TARGET double BI_ISA_NAME(tree_##C)(const ctype *lane) {                    \
-        double sum[BI_LANES / 2];                                                                  \
+    static BI_APART BI_TARGET void BI_ISA_NAME(tree_##C)(const ctype *sums, const ctype *squares,  \
+                                                         bi_moments *moments) {                    \
+        double first[BI_LANES / 2], second[BI_LANES / 2];                                          \
         for (int k = 0; k < BI_LANES / 2; k++)                                                     \
-            sum[k] = (double)lane[k] + (double)lane[k + BI_LANES / 2];                             \
+            first[k] = (double)sums[k] + (double)sums[k + BI_LANES / 2];                           \
+        for (int k = 0; k < BI_LANES / 2; k++)                                                     \
+            second[k] = (double)squares[k] + (double)squares[k + BI_LANES / 2];                    \
         BI_HALVE(8)                                                                                \
         BI_HALVE(4)                                                                                \
         BI_HALVE(2)                                                                                \
-        return sum[0] + sum[1];                                                                    \
+        moments->first += first[0] + first[1];                                                     \
+        moments->second += second[0] + second[1];                                                  \
     }
 BI_TREE(F32, bi_f32)
 BI_TREE(F64, bi_f64)
 
 /* BI_LANES elements of a row from the i-th on, by instructions that decode many at a time. */
 #ifdef BI_WIDEN_STEP
-#define BI_DECODE(T)                                                                               \
-    BI_INLINE BI_TARGET void BI_ISA_NAME(decode_##T)(float *to, const bi_row row, int64_t i) {     \
+#define BI_DECODE(T, ctype)                                                                        \
+    BI_INLINE BI_TARGET void BI_ISA_NAME(decode_##T)(ctype *to, const bi_row row, int64_t i) {     \
         for (int k = 0; k < BI_LANES; k += BI_WIDEN_STEP)                                          \
             BI_WIDEN_##T(to + k, row.at + (i + k) * BI_BYTES_##T, row.zero, row.scale);            \
     }
 #else
-#define BI_DECODE(T)                                                                               \
-    BI_INLINE BI_TARGET void BI_ISA_NAME(decode_##T)(float *to, const bi_row row, int64_t i) {     \
+#define BI_DECODE(T, ctype)                                                                        \
+    BI_INLINE BI_TARGET void BI_ISA_NAME(decode_##T)(ctype *to, const bi_row row, int64_t i) {     \
         for (int k = 0; k < BI_LANES; k++)                                                         \
             to[k] = BI_LOAD_##T(row, i + k);                                                       \
     }
 #endif
-BI_DECODE(F16)
-BI_DECODE(BF16)
-BI_DECODE(I8)
-BI_DECODE(U8)
+BI_DECODE(F32, bi_f64)
+BI_DECODE(F16, bi_f32)
+BI_DECODE(BF16, bi_f32)
+BI_DECODE(I8, bi_f32)
+BI_DECODE(U8, bi_f32)
 
 /* One kernel over rows of one table type T: ELEMENT is the i-th element of its result. Elements go
  * through a local array, which no pointer can alias, so that loops over it vectorise. */
@@ -55,17 +63,17 @@ BI_DECODE(U8)
         (void)b, (void)c;                                                                          \
         if (stream)                                                                                \
             for (; i < width && (uintptr_t)(sum + i) % 64; i++)                                    \
-                sum[i] = ELEMENT(ctype, sum, BI_LOAD_##T, i);                                          \
+                sum[i] = ELEMENT(ctype, sum, BI_LOAD_##T, i);                                      \
         while (i < width) {                                                                        \
             const int64_t end = width - i < BI_BLOCK ? width : i + BI_BLOCK;                       \
             ctype sums[BI_LANES] = {0}, squares[BI_LANES] = {0};                                   \
             for (; i + BI_LANES <= end; i += BI_LANES) {                                           \
                 BI_LINE ctype lines[BI_LANES];                                                     \
                 ctype##u *x = stream ? (ctype##u *)lines : sum + i;                                \
-                BI_BEFORE_##T(T, TERMS)                                                            \
+                BI_BEFORE_##C##_##T(C, T, TERMS)                                                   \
                 BI_NO_ALIAS                                                                        \
                 for (int k = 0; k < BI_LANES; k++)                                                 \
-                    x[k] = ELEMENT(ctype, (sum + i), BI_AT_##T, k);                                \
+                    x[k] = ELEMENT(ctype, (sum + i), BI_AT_##C##_##T, k);                          \
                 if (stream)                                                                        \
                     for (size_t k = 0; k < BI_LANES; k += 64 / sizeof(ctype))                      \
                         BI_STREAM_LINE(sum + i + k, lines + k);                                    \
@@ -81,19 +89,16 @@ BI_DECODE(U8)
                 sums[k] += x;                                                                      \
                 squares[k] += x * x;                                                               \
             }                                                                                      \
-            if (wants_moments) {                                                                   \
-                moments->first += BI_ISA_NAME(tree_##C)(sums);                                     \
-                moments->second += BI_ISA_NAME(tree_##C)(squares);                                 \
-            }                                                                                      \
+            if (wants_moments)                                                                     \
+                BI_ISA_NAME(tree_##C)(sums, squares, moments);                                     \
         }                                                                                          \
     }                                                                                              \
     static BI_TARGET void BI_ISA_NAME(name##_##C##_##T)(void *acc, const bi_row *rows,             \
                                                         int64_t width, bi_moments *moments,        \
                                                         int stream) {                              \
         if (moments) {                                                                             \
-            bi_moments found = {0, 0};                                                             \
-            BI_ISA_NAME(name##_##C##_##T##_as)((ctype##u *)acc, rows, width, &found, 0, 1);        \
-            *moments = found;                                                                      \
+            moments->first = moments->second = 0;                                                  \
+            BI_ISA_NAME(name##_##C##_##T##_as)((ctype##u *)acc, rows, width, moments, 0, 1);       \
         } else if (stream)                                                                         \
             BI_ISA_NAME(name##_##C##_##T##_as)((ctype##u *)acc, rows, width, NULL, 1, 0);          \
         else                                                                                       \
@@ -179,8 +184,7 @@ BI_ROUND(F64, bi_f64, BF16, bi_u16u, BI_F64_TO_BF16)
                 sums[k] += d;                                                                      \
                 squares[k] += d * d;                                                               \
             }                                                                                      \
-            moments.first += BI_ISA_NAME(tree_##C)(sums);                                          \
-            moments.second += BI_ISA_NAME(tree_##C)(squares);                                      \
+            BI_ISA_NAME(tree_##C)(sums, squares, &moments);                                        \
         }                                                                                          \
         return moments;                                                                            \
     }
@@ -281,6 +285,7 @@ BI_NORM_FAR(F64, bi_f64)
         const bi_norm_vectors *vectors, char *out, int64_t out_step, int stream) {                 \
         const ctype##u *w = (const ctype##u *)vectors->weight;                                     \
         const ctype##u *b = (const ctype##u *)vectors->bias;                                       \
+        const double share = 1.0 / (double)width;                                                  \
         bi_scale_##C scales[BI_NORM_ROWS];                                                         \
         for (int64_t r = 0; r < rows; r++) {                                                       \
             const ctype##u *x = (const ctype##u *)(acc + r * acc_step);                            \
@@ -288,8 +293,8 @@ BI_NORM_FAR(F64, bi_f64)
             double left, spread, variance;                                                         \
             ctype shift = 0;                                                                       \
             for (int pass = 1;; pass++) {                                                          \
-                left = of.first / (double)width;                                                   \
-                spread = of.second / (double)width - left * left;                                  \
+                left = of.first * share;                                                           \
+                spread = of.second * share - left * left;                                          \
                 if (left * left <= spread || pass == BI_PASSES)                                    \
                     break;                                                                         \
                 shift = (ctype)(shift + left);                                                     \
