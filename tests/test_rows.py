@@ -276,7 +276,7 @@ def test_a_row_has_the_same_bits_in_any_group_of_rows(fresh_python: Python) -> N
 
 # Large results, which are written past the caches
 
-LARGE = 16 << 20  # bytes from which on that happens
+STREAMED, LARGE = 12 << 20, 14 << 20  # bytes from which on that happens, and clearly above
 MARK = 0xA5
 
 
@@ -309,7 +309,7 @@ def compare_large() -> None:
         norm = weight, bias if width % 2 else None, 1e-12
         layer = BertEmbeddings(*tables, layer_norm=norm)
         row_bytes = width * np.dtype(dtype).itemsize
-        tokens = -(-LARGE // row_bytes)
+        tokens, edge = -(-LARGE // row_bytes), -(-STREAMED // row_bytes)
         ids = rng.integers(0, 60, tokens)
         for name, stage in (("sum", layer.sum), ("norm", layer)):
             told = "+".join(kinds), dtype, width, name
@@ -318,8 +318,8 @@ def compare_large() -> None:
                 [some(stage, ids, slice(k, k + step), dtype=dtype) for k in range(0, tokens, step)]
             )
             for offset, count, threads in [
-                (0, tokens, 1),  # at a cache line
-                (0, tokens - 1, 2),
+                (0, edge, 1),  # at a cache line
+                (0, edge - 1, 2),
                 (16, tokens, 2),
                 (np.dtype(dtype).itemsize, tokens, 1),
                 (1, tokens, 2),  # no element where its type wants it
@@ -331,7 +331,6 @@ def compare_large() -> None:
                 assert np.array_equal(memory[inside], expected[:count].view(np.uint8).ravel()), told
                 assert (memory[: inside.start] == MARK).all(), told
                 assert (memory[inside.stop :] == MARK).all(), told
-            assert same(some(stage, ids, slice(None), dtype=dtype), expected), told
             print(*told, digest(expected))
 
 

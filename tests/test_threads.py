@@ -17,11 +17,15 @@ from bertinput import _core, _threads, bert_embeddings, build_info
 TOKENS = 4096  # with rows of 768 elements: enough work for a team of threads
 
 
+# what whoever runs the tests wants of OpenMP is not what they are about
+WITHOUT_OPENMP = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+
+
 def run(code: str, **environment: str) -> str:
     """Run code in a fresh interpreter, which must end well within a minute."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        env={**os.environ, **environment},
+        env=WITHOUT_OPENMP | environment,
         capture_output=True,
         text=True,
         timeout=60,
@@ -127,13 +131,32 @@ def test_import_starts_no_thread_and_leaves_the_environment_alone() -> None:
 @linux
 @several
 def test_only_large_work_starts_threads() -> None:
+    """Whatever number is asked for, sum or LayerNorm, from any of the caller's threads."""
     run(
         TEAM
         + """
+    from concurrent.futures import ThreadPoolExecutor
+    from bertinput import BertEmbeddings
+    layer = BertEmbeddings(*tables, layer_norm=(np.ones(768), None, 1e-12))
+    small = [ids[:0], ids[:1, :1], ids[0, :8], ids[0], ids[:4], ids[:4].reshape(1, 512)]
+    workers = ThreadPoolExecutor(2)
+    list(workers.map(call, [1] * 4))
     before = threads()
-    call(ids=ids[:2]); call(2, ids[:2]); call(1)
+    def calls():
+        for some in small:
+            for n in (None, 1, 2, 64):
+                call(n, some), layer(some, num_threads=n), layer.sum(some, num_threads=n)
+                layer(some, dtype=np.float64, num_threads=n)
+        call(1), layer(ids, num_threads=1)
+    calls()
+    for done in [workers.submit(calls) for _ in range(4)]:
+        done.result()
     assert threads() == before
     call(2)
+    assert threads() == before + 1
+    for _ in range(20):
+        call(2), call()
+        layer(ids, num_threads=2)
     assert threads() == before + 1
     """
     )
@@ -141,10 +164,150 @@ def test_only_large_work_starts_threads() -> None:
 
 @linux
 @several
-def test_omp_num_threads_limits_the_choice() -> None:
-    code = TEAM + "    before = threads(); call(); assert threads() == before + {}\n"
-    run(code.format(0), OMP_NUM_THREADS="1")
-    run(code.format(1), OMP_NUM_THREADS="2")
+@pytest.mark.parametrize("when", ["before import", "before a call", "in one thread"])
+def test_on_one_cpu_no_team_is_started(when: str) -> None:
+    """As taskset leaves it, or a service that pins its workers; numbers asked for, too."""
+    run(
+        f"""
+    import os
+    when, pin = {when!r}, {{min(os.sched_getaffinity(0))}}
+    if when == "before import":
+        os.sched_setaffinity(0, pin)
+    """
+        + TEAM
+        + """
+    from threading import Thread
+    def pinned():
+        os.sched_setaffinity(0, pin)
+        before = threads()
+        one = call(1)
+        for n in (None, 2, 7):
+            assert (call(n) == one).all()
+        assert threads() == before
+        done.append(True)
+    done = []
+    if when == "in one thread":
+        thread = Thread(target=pinned)
+        thread.start()
+        thread.join()
+        before = set(os.listdir("/proc/self/task"))  # that thread may not be gone yet
+        call(2)  # the others go where they like
+        assert len(set(os.listdir("/proc/self/task")) - before) == 1
+    else:
+        pinned()
+    assert done
+    """
+    )
+
+
+@linux
+@several
+@pytest.mark.parametrize(
+    ("quota", "omp", "number", "team"),
+    [
+        ("max", None, None, 2),
+        ("100000", None, None, 1),
+        ("50000", None, None, 1),
+        ("150000", None, None, 2),
+        ("100000", "2", None, 2),  # said by the user, it counts more than the quota
+        ("max", "1", None, 1),
+        ("100000", "1", 2, 2),  # and a number in the call more than that
+    ],
+)
+def test_quota_and_environment_limit_the_choice(
+    tmp_path: Path, quota: str, omp: str | None, number: int | None, team: int
+) -> None:
+    root = cgroup(tmp_path, "0::/service", {"service/cpu.max": f"{quota} 100000"})
+    run(
+        TEAM
+        + f"""
+    from bertinput import _threads
+    machines = _threads._quota
+    _threads._quota = lambda: machines({root!r})
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    before = threads()
+    call({number})
+    assert threads() == before + {team} - 1
+    """,
+        **({} if omp is None else {"OMP_NUM_THREADS": omp}),
+    )
+
+
+@linux
+@several
+@pytest.mark.parametrize("positions", ["table", "given"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_one_long_sequence_is_shared_too(positions: str, normed: bool) -> None:
+    """As many short ones are: the same bits, half of the work on another thread."""
+    run(f"""
+    import os, time
+    import numpy as np
+    from bertinput import BertEmbeddings
+    rng = np.random.default_rng(8)
+    given, normed = {positions == "given"}, {normed}
+    rows = (500, 512 if given else 8192, 2)
+    layer = BertEmbeddings(
+        *(rng.standard_normal((n, 768)).astype(np.float32) for n in rows),
+        layer_norm=(rng.standard_normal(768), None, 1e-12),
+    )
+    stage = layer if normed else layer.sum
+    ids = rng.integers(0, 500, (1, 8192))
+    options = {{"position_ids": rng.integers(0, 512, (1, 8192))}} if given else {{}}
+    own = set(os.listdir("/proc/self/task"))
+    expected = stage(ids, ids % 2, num_threads=1, **options)
+    places = options.get("position_ids", np.arange(8192))
+    short = stage(
+        ids.reshape(64, 128), ids.reshape(64, 128) % 2, position_ids=places.reshape(64, 128)
+    )
+    assert (short.reshape(expected.shape) == expected).all()
+
+    def spent():  # CPU time of each thread: Linux numbers their clocks so
+        team = set(os.listdir("/proc/self/task")) - own
+        return time.thread_time(), *(time.clock_gettime(~int(t) << 3 | 6) for t in team)
+
+    def call(n):
+        stage(ids, ids % 2, out=out, num_threads=n, **options)
+
+    out = np.empty_like(expected)
+    call(2)
+    assert len(spent()) == 2
+    for n in (2, None):
+        begun = spent()
+        for _ in range(8):
+            out.fill(0)
+            call(n)
+            assert (out == expected).all()
+        mine, others = (after - before for after, before in zip(spent(), begun))
+        begun = time.thread_time()
+        for _ in range(8):
+            out.fill(0)
+            assert not (out == expected).all()
+        mine -= time.thread_time() - begun  # what filling and comparing took
+        print(n, mine, others)
+        assert others > (mine + others) / 5
+    """)
+
+
+@linux
+@several
+def test_after_a_call_no_thread_keeps_spinning() -> None:
+    """Twenty naps of a service that has just called; a spinning thread would fill each of them."""
+    run(
+        TEAM
+        + """
+    import time
+    out = np.empty((*ids.shape, 768), np.float32)
+    before = threads()
+    awake = 0
+    for _ in range(20):
+        bert_embeddings(ids, ids % 2, *tables, dtype=np.float32, out=out, num_threads=2)
+        begun = time.process_time()
+        time.sleep(0.015)
+        awake += time.process_time() - begun
+    assert threads() == before + 1
+    assert awake < 0.06, awake
+    """
+    )
 
 
 @linux

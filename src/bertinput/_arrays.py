@@ -147,10 +147,6 @@ _TABLE_TYPES = {np.dtype(name).num: _TYPES[name] for name in ("float64", "float3
 
 def as_table(name: str, value: Any) -> Table:
     """A table, of any shape: what the shapes must be, they must be together."""
-    if type(value) is np.ndarray:
-        known = _TABLE_TYPES.get(value.dtype.num)
-        if known is not None:
-            return Table(value, known, value)
     array, code = _rows_of(name, value)
     given = value if isinstance(value, np.ndarray) else array
     if not isinstance(value, QuantizedTable):

@@ -10,18 +10,19 @@ import numpy as np
 
 __all__ = ["build_info"]
 
-# GCC's OpenMP runtime lets idle threads spin for milliseconds unless this variable says
-# otherwise at the moment when the runtime is loaded. A service would burn a core.
+# OpenMP runtimes let idle threads spin for milliseconds unless this variable says otherwise when
+# the runtime starts. A service would burn a core.
 _POLICY = "OMP_WAIT_POLICY"
 
 
 def _runtime_loaded() -> bool:
-    """Whether another library has already brought GCC's OpenMP runtime into this process."""
+    """Whether another library has already brought an OpenMP runtime into this process."""
     try:
         with open("/proc/self/maps", "rb") as maps:
-            return b"/libgomp" in maps.read()
+            found = maps.read()
     except OSError:
         return False
+    return any(name in found for name in (b"/libgomp", b"/libomp", b"/libiomp"))
 
 
 def _load_core() -> str:

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-# cython: initializedcheck=False, embedsignature=False
+# cython: initializedcheck=False, embedsignature=False, auto_pickle=False
 """The compiled core: gather rows, add them, normalise them, round them once.
 
 What is kept between calls (LayerNorm's weight and bias, the scales of quantized tables) is held
@@ -49,7 +49,8 @@ cdef extern from "_pool.h" nogil:
     void bi_pool_free(void *, void *, size_t)
     size_t bi_pool_limit()
     size_t bi_pool_held()
-    size_t bi_pool_shrink(size_t limit, size_t keep)
+    void bi_pool_set_limit(size_t limit)
+    size_t bi_pool_trim()
 
 cdef extern from "_rows.h" nogil:
     enum:
@@ -165,6 +166,10 @@ cdef enum:
 cdef enum:
     STREAM_BYTES = 12582912
 
+# Work space of so many bytes lies on the caller's stack: malloc and free took 0.1 us for 12 KiB.
+cdef enum:
+    STACK_BYTES = 16384
+
 # Results of so many bytes take their memory from the pool. Measured on Zen 3 with glibc, a new
 # result against out=, with / without the pool: 64 MiB 1.00 / 2.07, 12 MiB 0.93 / 1.02, 3 MiB
 # 0.98 / 0.96, 384 KiB 1.11 / 1.01: small ones are served as well by the heap, without a change of
@@ -202,8 +207,12 @@ cdef class Table:
     cdef const float[::1] scale
     cdef const int32_t[::1] zero_point
 
-    def __cinit__(self, cnp.ndarray values not None, int type, cnp.ndarray given not None,
-                  const float[::1] scale=None, const int32_t[::1] zero_point=None):
+    def __init__(self, cnp.ndarray values not None, int type, cnp.ndarray given not None,
+                 const float[::1] scale=None, const int32_t[::1] zero_point=None):
+        self.fill(values, type, given, scale, zero_point)
+
+    cdef fill(self, cnp.ndarray values, int type, cnp.ndarray given, const float[::1] scale,
+              const int32_t[::1] zero_point):
         self.type = type
         self.scale = scale
         self.zero_point = zero_point
@@ -593,8 +602,11 @@ cdef class Stage:
     cdef readonly int64_t width
     cdef readonly bint fits
 
-    def __cinit__(self, Table token not None, Table position, Table segment, tuple order not None,
-                  Norm norm=None):
+    def __init__(self, Table token not None, Table position, Table segment, tuple order not None,
+                 Norm norm=None):
+        self.fill(token, position, segment, order, norm)
+
+    cdef fill(self, Table token, Table position, Table segment, tuple order, Norm norm):
         cdef Table table
         cdef Term *term
         cdef int role
@@ -603,13 +615,14 @@ cdef class Stage:
         self.segment = segment
         self.norm = norm
         self.width = token.width
+        self.terms = 0
         self.fits = True
         for role in order:
             table = self.table(role)
             if table.width != self.width or self.width <= 0 or (
                     role == SEGMENT and table.rows == 0):
                 self.fits = False
-                return
+                return None
             term = &self.term[self.terms]
             term.data = table.data
             term.rows = table.rows
@@ -628,8 +641,8 @@ cdef class Stage:
     cdef Table table(self, int role):
         return self.token if role == TOKEN else self.position if role == POSITION else self.segment
 
-    def run(self, token_ids, segment_ids, position_ids, attention_mask, dtype, out, num_threads,
-            bint normalize, int calls=1):
+    cpdef run(self, token_ids, segment_ids, position_ids, attention_mask, dtype, out, num_threads,
+              bint normalize, int calls=1):
         """Compute the stage for arguments as callers give them.
 
         Arrays of integers, float32 and float64 results are known here by their types; all else
@@ -646,6 +659,8 @@ cdef class Stage:
         cdef cnp.dtype result_dtype
         cdef Table table
         cdef bint wide
+        cdef char few_rows[STACK_BYTES]
+        cdef char *allocated
 
         # Types.
         tokens = as_ids("token_ids", token_ids)
@@ -754,10 +769,12 @@ cdef class Stage:
             threads = <int> smaller(smaller(threads, MAX_PARTS), job.tokens)
             if wanted == 0:
                 parts = threads
-        job.scratch = NULL
+        allocated = NULL
+        job.scratch = <char *> (<size_t> (few_rows + 63) // 64 * 64)
         job.scratch_bytes = 2 * smaller(BI_NORM_ROWS, job.tokens) * job.row_bytes
-        if job.norm != NULL or job.round != NULL:
-            job.scratch = <char *> malloc(parts * job.scratch_bytes)
+        if ((job.norm != NULL or job.round != NULL)
+                and parts * job.scratch_bytes > <int64_t> sizeof(few_rows) - 63):
+            allocated = job.scratch = <char *> malloc(parts * job.scratch_bytes)
             if job.scratch == NULL:
                 raise MemoryError(f"no memory for {parts} times {job.scratch_bytes} bytes of "
                                   "work space")
@@ -766,7 +783,7 @@ cdef class Stage:
                 failed = perform(&job, parts, threads, calls, &place, &value)
         else:
             failed = perform(&job, parts, threads, calls, &place, &value)
-        free(job.scratch)
+        free(allocated)
         if failed and place >= 0:
             raise explain().out_of_range(
                 ROLE_NAMES[failed - 1], (tokens, positions, segments)[failed - 1], place, value,
@@ -812,9 +829,41 @@ def pool_held():
     return bi_pool_held()
 
 
-def pool_shrink(size_t limit, size_t keep):
-    """Set the limit, give back what exceeds `keep`, and return how many bytes that was."""
-    return bi_pool_shrink(limit, keep)
+def pool_set_limit(size_t limit):
+    """Set the limit, and give back what exceeds it."""
+    bi_pool_set_limit(limit)
+
+
+def pool_trim():
+    """Give everything back, and return how many bytes that was."""
+    return bi_pool_trim()
+
+
+def embed(token_ids, segment_ids, token_embeddings, position_embeddings, segment_embeddings,
+          position_ids, dtype, out, num_threads):
+    """One call with tables that are not kept: see `bertinput.bert_embeddings`."""
+    cdef Stage stage = Stage.__new__(Stage)
+    stage.fill(as_table("token_embeddings", token_embeddings),
+               as_table("position_embeddings", position_embeddings),
+               as_table("segment_embeddings", segment_embeddings),
+               (TOKEN, POSITION, SEGMENT),  # the seed's order of addition
+               None)
+    return stage.run(token_ids, segment_ids, position_ids, None, dtype, out, num_threads, False)
+
+
+cdef Table as_table(str name, value):
+    """A table, of any shape."""
+    cdef Table table
+    cdef int kind, number
+    if type(value) is np_ndarray:
+        number = cnp.PyArray_TYPE(<cnp.ndarray> value)
+        kind = (BI_F64 if number == cnp.NPY_DOUBLE else BI_F32 if number == cnp.NPY_FLOAT
+                else BI_F16 if number == cnp.NPY_FLOAT16 else -1)
+        if kind >= 0:
+            table = Table.__new__(Table)
+            table.fill(<cnp.ndarray> value, kind, <cnp.ndarray> value, None, None)
+            return table
+    return explain().as_table(name, value)
 
 
 cdef object np_ndarray = np.ndarray
@@ -900,7 +949,7 @@ def build_facts():
         "instruction_sets": [bi_isa_names[isa].decode() for isa in range(BI_ISAS)
                              if bi_isa_built(isa)],
         "instruction_set": bi_isa_names[chosen_isa].decode(),
-        "compiler": BI_COMPILER.decode(),
+        "compiler": BI_COMPILER.decode().strip(),
         "cython": ".".join(str(CYTHON_HEX_VERSION >> shift & 255) for shift in (24, 16, 8)),
     }
 
@@ -911,5 +960,7 @@ def in_forked_child():
 
 
 cdef int chosen_isa = choose_isa()
+# LLVM's OpenMP runtime reads OMP_WAIT_POLICY at the first call, not when it is loaded.
+omp_get_max_threads()
 if bi_watch_forks() != 0:
     raise ImportError("pthread_atfork failed: no memory")

@@ -71,6 +71,37 @@ static bi_block *bi_pool_take(int place) {
     return taken;
 }
 
+static void bi_pool_wait(void) {
+    while (!BI_TRY_LOCK(&bi_pool.lock)) /* held for less than a microsecond */
+        ;
+}
+
+/* Give the system back what exceeds `keep`, with the lock taken, which this leaves; how much. */
+static size_t bi_pool_shrink(size_t keep) {
+    bi_block *gone[BI_POOL_BLOCKS];
+    size_t bytes = 0;
+    int count = 0;
+    while (bi_pool.held > keep)
+        gone[count++] = bi_pool_take(0);
+    BI_UNLOCK(&bi_pool.lock);
+    while (count--) {
+        bytes += gone[count]->bytes;
+        bi_unmap(gone[count], gone[count]->bytes);
+    }
+    return bytes;
+}
+
+static void bi_pool_set_limit(size_t limit) {
+    bi_pool_wait();
+    bi_pool.limit = limit;
+    (void)bi_pool_shrink(limit);
+}
+
+static size_t bi_pool_trim(void) {
+    bi_pool_wait();
+    return bi_pool_shrink(0);
+}
+
 static void *bi_pool_malloc(void *context, size_t size) {
     bi_block *found = NULL;
     size_t bytes;
@@ -93,6 +124,8 @@ static void *bi_pool_malloc(void *context, size_t size) {
     }
     if (!found) {
         found = (bi_block *)bi_map(bytes);
+        if (!found && bi_pool_trim()) /* what lies idle here may be what is missing */
+            found = (bi_block *)bi_map(bytes);
         if (!found)
             return NULL;
         found->bytes = bytes;
@@ -149,24 +182,6 @@ static void *bi_pool_realloc(void *context, void *memory, size_t size) {
 
 static size_t bi_pool_limit(void) { return bi_pool.limit; }
 static size_t bi_pool_held(void) { return bi_pool.held; }
-
-/* Set the limit and give the system back what exceeds `keep`; how many bytes went. */
-static size_t bi_pool_shrink(size_t limit, size_t keep) {
-    bi_block *gone[BI_POOL_BLOCKS];
-    size_t bytes = 0;
-    int count = 0;
-    while (!BI_TRY_LOCK(&bi_pool.lock)) /* held for less than a microsecond */
-        ;
-    bi_pool.limit = limit;
-    while (bi_pool.held > keep)
-        gone[count++] = bi_pool_take(0);
-    BI_UNLOCK(&bi_pool.lock);
-    while (count--) {
-        bytes += gone[count]->bytes;
-        bi_unmap(gone[count], gone[count]->bytes);
-    }
-    return bytes;
-}
 
 /* In a forked child: if another thread held the lock, its list may be half written, and is left
  * alone; so is its memory. */

@@ -22,7 +22,9 @@ def affinity() -> int:
 
 def available() -> int:
     """CPUs for a call that names no number; the core caps it by ``omp_get_max_threads``."""
-    if "OMP_NUM_THREADS" in os.environ:
+    # a list gives the number for each level of nesting; the runtime ignores what is no number
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if asked.isdecimal() and int(asked) > 0:
         return affinity()
     return min(affinity(), max(1, math.ceil(min(_quota(), 1 << 30))))
 

@@ -7,12 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from bertinput import _arrays
-from bertinput._core import Stage
+from bertinput._core import embed
 
 __all__ = ["bert_embeddings"]
-
-_ORDER = (0, 1, 2)  # token, position, segment: the seed's order of addition
 
 
 def bert_embeddings(
@@ -84,10 +81,14 @@ def bert_embeddings(
     array([[[1.5 , 2.5 ],
             [4.25, 3.25]]])
     """
-    stage = Stage(
-        _arrays.as_table("token_embeddings", token_embeddings),
-        _arrays.as_table("position_embeddings", position_embeddings),
-        _arrays.as_table("segment_embeddings", segment_embeddings),
-        _ORDER,
+    return embed(
+        token_ids,
+        segment_ids,
+        token_embeddings,
+        position_embeddings,
+        segment_embeddings,
+        position_ids,
+        dtype,
+        out,
+        num_threads,
     )
-    return stage.run(token_ids, segment_ids, position_ids, None, dtype, out, num_threads, False)

@@ -12,6 +12,8 @@ one for the process, safe with threads and `fork`, and holds no more than its li
 
 from __future__ import annotations
 
+import numpy as np
+
 import bertinput._build  # noqa: F401  loads the core with the right OpenMP policy
 from bertinput import _core
 
@@ -38,13 +40,13 @@ def set_limit(nbytes: int) -> None:
     TypeError, ValueError
         `nbytes` is not an integer, or is negative.
     """
-    if isinstance(nbytes, bool) or not hasattr(nbytes, "__index__"):
+    if isinstance(nbytes, bool | np.bool_) or not hasattr(nbytes, "__index__"):
         raise TypeError(f"nbytes must be an integer, not {type(nbytes).__name__}")
     number = int(nbytes.__index__())
     if number < 0:
         raise ValueError(f"nbytes must not be negative, and is {number}")
     number = min(number, _core.POOL_MOST)
-    _core.pool_shrink(number, number)
+    _core.pool_set_limit(number)
 
 
 def held() -> int:
@@ -54,4 +56,4 @@ def held() -> int:
 
 def trim() -> int:
     """Give all memory that the pool holds back to the system, and return how many bytes went."""
-    return _core.pool_shrink(limit(), 0)
+    return _core.pool_trim()
