@@ -181,41 +181,19 @@ BI_INLINE float bi_fma(float a, float b, float c) {
 #define BI_LOAD_U8(row, i)                                                                         \
     ((float)((int32_t)((const uint8_t *)(row).at)[i] - (row).zero) * (row).scale)
 
-/* In a block of BI_LANES elements from the i-th on, the k-th of them, where C is the type of the
- * computation and T the table's. What instructions decode many at a time goes through an array. */
-#define BI_PLAIN(C, T, TERMS)
-#define BI_BEFORE_F64_F64 BI_PLAIN
-#define BI_AT_F64_F64(row, k) BI_LOAD_F64(row, i + k)
-#define BI_BEFORE_F32_F32 BI_PLAIN
-#define BI_AT_F32_F32(row, k) BI_LOAD_F32(row, i + k)
-#define BI_BEFORE_F64_F32 BI_DECODE_TO_F64
-#define BI_BEFORE_F32_F16 BI_DECODE_TO_F32
-#define BI_BEFORE_F64_F16 BI_DECODE_TO_F32
-#define BI_BEFORE_F32_BF16 BI_DECODE_TO_F32
-#define BI_BEFORE_F64_BF16 BI_DECODE_TO_F32
-#define BI_BEFORE_F32_I8 BI_DECODE_TO_F32
-#define BI_BEFORE_F64_I8 BI_DECODE_TO_F32
-#define BI_BEFORE_F32_U8 BI_DECODE_TO_F32
-#define BI_BEFORE_F64_U8 BI_DECODE_TO_F32
-#define BI_DECODED(row, k) row##_decoded[k]
-#define BI_AT_F64_F32 BI_DECODED
-#define BI_AT_F32_F16 BI_DECODED
-#define BI_AT_F64_F16 BI_DECODED
-#define BI_AT_F32_BF16 BI_DECODED
-#define BI_AT_F64_BF16 BI_DECODED
-#define BI_AT_F32_I8 BI_DECODED
-#define BI_AT_F64_I8 BI_DECODED
-#define BI_AT_F32_U8 BI_DECODED
-#define BI_AT_F64_U8 BI_DECODED
-#define BI_DECODE_TO_F32(C, T, TERMS) BI_DECODE_ROWS(bi_f32, T, TERMS)
-#define BI_DECODE_TO_F64(C, T, TERMS) BI_DECODE_ROWS(bi_f64, T, TERMS)
-#define BI_DECODE_ROWS(ctype, T, TERMS)                                                            \
-    BI_LINE ctype a_decoded[BI_LANES], b_decoded[BI_LANES], c_decoded[BI_LANES];                   \
+/* In a block of BI_LANES elements from the i-th on, the k-th of them. What instructions decode many
+ * at a time goes through an array; what needs no decoding is read where it lies. */
+#define BI_AS_IT_IS(T, dtype, TERMS)
+#define BI_NEXT_F64(row, k) BI_LOAD_F64(row, i + k)
+#define BI_NEXT_F32(row, k) BI_LOAD_F32(row, i + k)
+#define BI_DECODE_ROWS(T, dtype, TERMS)                                                            \
+    BI_LINE dtype a_decoded[BI_LANES], b_decoded[BI_LANES], c_decoded[BI_LANES];                   \
     BI_ISA_NAME(decode_##T)(a_decoded, a, i);                                                      \
     if (TERMS > 1)                                                                                 \
         BI_ISA_NAME(decode_##T)(b_decoded, b, i);                                                  \
     if (TERMS > 2)                                                                                 \
         BI_ISA_NAME(decode_##T)(c_decoded, c, i);
+#define BI_DECODED(row, k) row##_decoded[k]
 enum { BI_BYTES_F32 = 4, BI_BYTES_F16 = 2, BI_BYTES_BF16 = 2, BI_BYTES_I8 = 1, BI_BYTES_U8 = 1 };
 
 /* ---- the bodies, once for each instruction set ---- */
@@ -255,15 +233,12 @@ static void bi_stream_end(void) {}
 #define BI_FMA bi_fma
 #endif
 #include "_rows_body.h"
-#undef BI_ISA
-#undef BI_TARGET
-#undef BI_FMA
-#undef BI_STREAM_LINE
 
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
 #define BI_X86_TARGETS 1
-#define BI_FMA fmaf
+
 #define BI_ISA avx2
+#define BI_FMA fmaf
 #define BI_TARGET __attribute__((target("avx2,fma,f16c")))
 #define BI_WIDEN_F32(to, at, zero, scale)                                                          \
     (_mm256_store_pd(to, _mm256_cvtps_pd(_mm_loadu_ps((const float *)(const void *)(at)))),        \
@@ -290,18 +265,9 @@ static void bi_stream_end(void) {}
 #define BI_WIDEN_STEP 8
 #define BI_STREAM_LINE(to, from) (BI_STREAM_32(to, from, 0), BI_STREAM_32(to, from, 1))
 #include "_rows_body.h"
-#undef BI_ISA
-#undef BI_TARGET
-#undef BI_STREAM_LINE
-#undef BI_WIDEN_F32
-#undef BI_WIDEN_F16
-#undef BI_WIDEN_BF16
-#undef BI_WIDEN_8
-#undef BI_WIDEN_I8
-#undef BI_WIDEN_U8
-#undef BI_WIDEN_STEP
-#undef BI_NARROW_F16
+
 #define BI_ISA avx512
+#define BI_FMA fmaf
 #define BI_TARGET __attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl")))
 #define BI_WIDEN_F32(to, at, zero, scale)                                                          \
     (_mm512_store_pd(to, _mm512_cvtps_pd(_mm256_loadu_ps((const float *)(const void *)(at)))),     \
@@ -329,17 +295,6 @@ static void bi_stream_end(void) {}
 #define BI_STREAM_LINE(to, from)                                                                   \
     _mm512_stream_si512((void *)(to), _mm512_load_si512((const void *)(from)))
 #include "_rows_body.h"
-#undef BI_ISA
-#undef BI_TARGET
-#undef BI_STREAM_LINE
-#undef BI_WIDEN_F32
-#undef BI_WIDEN_F16
-#undef BI_WIDEN_BF16
-#undef BI_WIDEN_8
-#undef BI_WIDEN_I8
-#undef BI_WIDEN_U8
-#undef BI_WIDEN_STEP
-#undef BI_NARROW_F16
 #endif
 
 /* Bring the start of a row that comes soon into the cache: table rows lie scattered, so that no

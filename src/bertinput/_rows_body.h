@@ -1,5 +1,7 @@
 /* The bodies of _rows.h for one instruction set: BI_ISA names it, BI_TARGET is its attribute,
- * BI_FMA is its fused multiply-add of float32. */
+ * BI_FMA fuses a multiply-add of float32, BI_STREAM_LINE stores a line past the caches. Where
+ * BI_WIDEN_STEP is defined, instructions decode so many elements of each table type T, BI_WIDEN_T,
+ * and narrow as many to float16, BI_NARROW_F16. */
 
 /* Moments run in BI_LANES lanes of C over at most BI_BLOCK elements, then in a fixed tree in
  * float64: the same bits whatever the vector width, and little error in long rows. */
@@ -52,10 +54,9 @@ BI_DECODE(BF16, bi_f32)
 BI_DECODE(I8, bi_f32)
 BI_DECODE(U8, bi_f32)
 
-/* One kernel over rows of one table type T: ELEMENT is the i-th element of its result. Elements go
- * through a local array, which no pointer can alias, so that loops over it vectorise. */
-#define BI_FOLD(C, ctype, T, name, TERMS, ELEMENT)                                                 \
-    BI_INLINE BI_TARGET void BI_ISA_NAME(name##_##C##_##T##_as)(                                   \
+/* One kernel over rows of one table type T: ELEMENT is an element of its result. */
+#define BI_FOLD(C, ctype, T, dtype, BEFORE, AT, name, TERMS, ELEMENT)                              \
+    BI_INLINE BI_TARGET void BI_ISA_NAME(name##_##C##_##T##_in)(                                   \
         ctype##u *sum, const bi_row *rows, int64_t width, bi_moments *moments, const int stream,   \
         const int wants_moments) {                                                                 \
         const bi_row a = rows[0], b = rows[TERMS > 1 ? 1 : 0], c = rows[TERMS > 2 ? 2 : 0];        \
@@ -70,10 +71,10 @@ BI_DECODE(U8, bi_f32)
             for (; i + BI_LANES <= end; i += BI_LANES) {                                           \
                 BI_LINE ctype lines[BI_LANES];                                                     \
                 ctype##u *x = stream ? (ctype##u *)lines : sum + i;                                \
-                BI_BEFORE_##C##_##T(C, T, TERMS)                                                   \
+                BEFORE(T, dtype, TERMS)                                                            \
                 BI_NO_ALIAS                                                                        \
                 for (int k = 0; k < BI_LANES; k++)                                                 \
-                    x[k] = ELEMENT(ctype, (sum + i), BI_AT_##C##_##T, k);                          \
+                    x[k] = ELEMENT(ctype, (sum + i), AT, k);                                       \
                 if (stream)                                                                        \
                     for (size_t k = 0; k < BI_LANES; k += 64 / sizeof(ctype))                      \
                         BI_STREAM_LINE(sum + i + k, lines + k);                                    \
@@ -98,35 +99,36 @@ BI_DECODE(U8, bi_f32)
                                                         int stream) {                              \
         if (moments) {                                                                             \
             moments->first = moments->second = 0;                                                  \
-            BI_ISA_NAME(name##_##C##_##T##_as)((ctype##u *)acc, rows, width, moments, 0, 1);       \
+            BI_ISA_NAME(name##_##C##_##T##_in)((ctype##u *)acc, rows, width, moments, 0, 1);       \
         } else if (stream)                                                                         \
-            BI_ISA_NAME(name##_##C##_##T##_as)((ctype##u *)acc, rows, width, NULL, 1, 0);          \
+            BI_ISA_NAME(name##_##C##_##T##_in)((ctype##u *)acc, rows, width, NULL, 1, 0);          \
         else                                                                                       \
-            BI_ISA_NAME(name##_##C##_##T##_as)((ctype##u *)acc, rows, width, NULL, 0, 0);          \
+            BI_ISA_NAME(name##_##C##_##T##_in)((ctype##u *)acc, rows, width, NULL, 0, 0);          \
     }
 #define BI_SUM1(ctype, to, LOAD, i) (ctype) LOAD(a, i)
 #define BI_SUM2(ctype, to, LOAD, i) (ctype) LOAD(a, i) + (ctype)LOAD(b, i)
 #define BI_SUM3(ctype, to, LOAD, i) (ctype) LOAD(a, i) + (ctype)LOAD(b, i) + (ctype)LOAD(c, i)
 #define BI_ADD(ctype, to, LOAD, i) to[i] + (ctype)LOAD(a, i)
 
-/* Sums of T table rows, computed in C. Adding a table type adds a BI_LOAD_T and a line below. */
-#define BI_FOLDS(C, ctype, T)                                                                      \
-    BI_FOLD(C, ctype, T, fold1, 1, BI_SUM1)                                                        \
-    BI_FOLD(C, ctype, T, fold2, 2, BI_SUM2)                                                        \
-    BI_FOLD(C, ctype, T, fold3, 3, BI_SUM3)                                                        \
-    BI_FOLD(C, ctype, T, add, 1, BI_ADD)
+/* Sums of T table rows, computed in C; dtype is what BEFORE decodes to, AT finds an element of it.
+ * Adding a table type adds a BI_LOAD_T, a BI_WIDEN_T and lines here. */
+#define BI_FOLDS(C, ctype, T, dtype, BEFORE, AT)                                                   \
+    BI_FOLD(C, ctype, T, dtype, BEFORE, AT, fold1, 1, BI_SUM1)                                     \
+    BI_FOLD(C, ctype, T, dtype, BEFORE, AT, fold2, 2, BI_SUM2)                                     \
+    BI_FOLD(C, ctype, T, dtype, BEFORE, AT, fold3, 3, BI_SUM3)                                     \
+    BI_FOLD(C, ctype, T, dtype, BEFORE, AT, add, 1, BI_ADD)
 
-BI_FOLDS(F32, bi_f32, F32)
-BI_FOLDS(F32, bi_f32, F16)
-BI_FOLDS(F32, bi_f32, BF16)
-BI_FOLDS(F32, bi_f32, I8)
-BI_FOLDS(F32, bi_f32, U8)
-BI_FOLDS(F64, bi_f64, F64)
-BI_FOLDS(F64, bi_f64, F32)
-BI_FOLDS(F64, bi_f64, F16)
-BI_FOLDS(F64, bi_f64, BF16)
-BI_FOLDS(F64, bi_f64, I8)
-BI_FOLDS(F64, bi_f64, U8)
+BI_FOLDS(F32, bi_f32, F32, bi_f32, BI_AS_IT_IS, BI_NEXT_F32)
+BI_FOLDS(F32, bi_f32, F16, bi_f32, BI_DECODE_ROWS, BI_DECODED)
+BI_FOLDS(F32, bi_f32, BF16, bi_f32, BI_DECODE_ROWS, BI_DECODED)
+BI_FOLDS(F32, bi_f32, I8, bi_f32, BI_DECODE_ROWS, BI_DECODED)
+BI_FOLDS(F32, bi_f32, U8, bi_f32, BI_DECODE_ROWS, BI_DECODED)
+BI_FOLDS(F64, bi_f64, F64, bi_f64, BI_AS_IT_IS, BI_NEXT_F64)
+BI_FOLDS(F64, bi_f64, F32, bi_f64, BI_DECODE_ROWS, BI_DECODED)
+BI_FOLDS(F64, bi_f64, F16, bi_f32, BI_DECODE_ROWS, BI_DECODED)
+BI_FOLDS(F64, bi_f64, BF16, bi_f32, BI_DECODE_ROWS, BI_DECODED)
+BI_FOLDS(F64, bi_f64, I8, bi_f32, BI_DECODE_ROWS, BI_DECODED)
+BI_FOLDS(F64, bi_f64, U8, bi_f32, BI_DECODE_ROWS, BI_DECODED)
 
 #define BI_ROUND(C, ctype, D, dtype, convert)                                                      \
     static BI_TARGET void BI_ISA_NAME(round_##C##_##D)(const void *acc, void *BI_RESTRICT out,     \
@@ -371,3 +373,17 @@ static const bi_kernels BI_ISA_NAME(kernels_F64) = {
 #undef BI_UNIT_F32
 #undef BI_UNIT_F64
 #undef BI_OF
+
+/* what an instruction set defined before it included this */
+#undef BI_ISA
+#undef BI_TARGET
+#undef BI_FMA
+#undef BI_STREAM_LINE
+#undef BI_WIDEN_STEP
+#undef BI_WIDEN_F32
+#undef BI_WIDEN_F16
+#undef BI_WIDEN_BF16
+#undef BI_WIDEN_8
+#undef BI_WIDEN_I8
+#undef BI_WIDEN_U8
+#undef BI_NARROW_F16
